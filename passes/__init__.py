@@ -1,4 +1,4 @@
-"""Graph passes: find SDPA calls, decide about each, and rewrite. Pure graph code, no kernels."""
+"""Graph passes: find attention calls, decide about each, and rewrite them. Pure graph code, no kernels."""
 
 from tatten.passes.findings import Declined, GraphReport, Rewritten
 from tatten.passes.rewrite import rewrite

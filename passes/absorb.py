@@ -1,7 +1,7 @@
-"""The latent pass applies: SDPA over projected latents becomes attention to the latents, and the weights move.
+"""Apply the latent pass: SDPA over projected latents becomes attention to the latents.
 
-What was the keys' weight multiplies the query, and the values' weight the output: both are views of the model's own.
-Each product is a `bmm` over heads, or `tatten::project_heads`, which rounds less; `matmul` would copy the weight for
+The keys' weight then multiplies the query, and the values' weight the output. Both are views of the model's weights.
+Each product is a `bmm` over heads, or `tatten::project_heads`, which rounds less. `matmul` would copy the weight for
 each sequence.
 """
 
@@ -32,17 +32,23 @@ from tatten.passes.symbolic import constant, known_at_most, known_tensor, tensor
 
 
 def apply_latents(match: LatentMatch, masks: Masks, parts: QueryParts) -> tuple[Node, Node]:
-    """Insert attention to latents before SDPA. Returns its state, and the output for the values of these latents.
+    """Insert attention to latents before SDPA.
 
-    The `parts` of a query are read where they were before they were concatenated.
+    Args:
+        match: the match.
+        masks: the masks and drafts of the graph.
+        parts: the tensors that the query was concatenated of, which are read directly.
+
+    Returns:
+        The state of the op, and its output multiplied by the values' weight.
     """
     call = masks.cast(match.call)
     query = known_tensor(call.query)
-    insert = Inserter(call.shown)
+    insert = Inserter(call.source_node)
     with call.node.graph.inserting_before(call.node):
         q_nope = _columns(insert, call.query, match.columns, parts)
-        unrounded = _takes_unrounded(match, query)
-        if _by_project_heads(query) and (unrounded or _few_rows(query)):
+        unrounded = _keeps_float32(match, query)
+        if _uses_project_heads(query) and (unrounded or _is_few_rows(query)):
             weight = insert("transpose", _weight(insert, match.keys), 1, 2)
             out_dtype = torch.float32 if unrounded else query.dtype
             q_latent = insert(torch.ops.tatten.project_heads.default, q_nope, weight, out_dtype)
@@ -56,34 +62,34 @@ def apply_latents(match: LatentMatch, masks: Masks, parts: QueryParts) -> tuple[
     with call.node.graph.inserting_before(call.node):
         state = _merge(insert, states)
         sums = insert(operator.getitem, state, 0)
-        if _by_project_heads(query):
+        if _uses_project_heads(query):
             return state, insert(torch.ops.tatten.project_heads.default, sums, _weight(insert, match.values))
         rows = _values(insert, sums, match.values, query, autocast_dtype(call.node, query.device.type))
         return state, insert("contiguous", _heads(insert, rows, call.query))
 
 
-def _by_project_heads(query: Tensor) -> bool:
-    """Return True if one kernel multiplies rows with a weight, for queries of this kind."""
+def _uses_project_heads(query: Tensor) -> bool:
+    """Return True if `tatten::project_heads` multiplies queries of this kind with a weight."""
     return query.device.type == "cuda" and query.dtype == torch.bfloat16
 
 
-def _few_rows(query: Tensor) -> bool:
+def _is_few_rows(query: Tensor) -> bool:
     """Return True if `project_heads` multiplies the queries of a head faster than `bmm`."""
     rows = (constant(query.shape[BATCH]) or 1) * query.shape[LENGTH]
     return known_at_most(rows, gpu_rates(query.device).project_most_rows)
 
 
-def _takes_unrounded(match: LatentMatch, query: Tensor) -> bool:
+def _keeps_float32(match: LatentMatch, query: Tensor) -> bool:
     """Return True if queries go to attention in float32.
 
-    A few float32 queries cost Hopper nothing, unless sequences share latents.
+    On Hopper a few float32 queries take no more time, unless sequences share latents.
     """
     few = known_at_most(query.shape[HEADS] * query.shape[LENGTH], FEW_QUERIES_ON_CUDA)
     return few and not match.segments and has_wgmma(query.device)
 
 
 def _columns(insert: Inserter, query: Node, piece: Piece, parts: QueryParts) -> Node:
-    """Return the query's columns for a piece of the keys: what they were made of, or a view that is inserted."""
+    """Return the query's columns for a piece of the keys: one of its `parts`, or an inserted view."""
     return parts.get((piece.lo, piece.hi)) or insert("narrow", query, HEAD_DIM, piece.lo, piece.width)
 
 
@@ -100,22 +106,22 @@ def _attend(
     latents = [x.latent for x in match.parts]
     columns, picks = masks.columns(call, latents), insert_indices(call, latents, masks.drafts)
     states, variant = [], call.variant
-    for segment, mask, named in zip(match.parts, columns, picks, strict=True):
+    for segment, mask, picks_of_segment in zip(match.parts, columns, picks, strict=True):
         stored = segment.latent if match.segments else None
-        latent = masks.as_attention_takes_it(segment.latent, call)
-        key_rope = None if segment.rope is None else masks.as_attention_takes_it(segment.rope, call)
+        latent = masks.as_operand(segment.latent, call)
+        key_rope = None if segment.rope is None else masks.as_operand(segment.rope, call)
         kwargs = {"scale": scale, "block_mask": masks.block_mask(call, mask, stored), "out_dtype": wide, **variant}
         if match.batch_invariant:
             kwargs["batch_invariant"] = True
-        kwargs |= named
-        variant.pop("sinks", None)  # the next segment would count them again
+        kwargs |= picks_of_segment
+        variant.pop("sinks", None)  # only the first segment counts them
         args = (*queries, latent, key_rope, mask)
         states.append(insert_op(call, torch.ops.tatten.latent_attention.default, args, kwargs))
     return states
 
 
 def _merge(insert: Inserter, states: list[Node]) -> Node:
-    """Insert what merges states, if there are several."""
+    """Insert the merge of states, if there are several."""
     if len(states) == 1:
         return states[0]
     parts = [[insert(operator.getitem, state, i) for state in states] for i in range(2)]
@@ -125,8 +131,8 @@ def _merge(insert: Inserter, states: list[Node]) -> Node:
 def _values(insert: Inserter, sums: Node, values: Projection, like: Tensor, autocast: torch.dtype | None) -> Node:
     """Insert the product of sums over latents with the values' weight, `[heads, rows, head_dim]`.
 
-    In 16 bits, on a CPU alone, the sums are in float32, and so is the product. Under autocast, which would round the
-    sums, the upper 16 bits of them and what these leave are multiplied apart.
+    For values in 16 bits, on a CPU only, sums and product are in float32. Autocast would round the sums. So they are
+    split into their upper 16 bits and the remainder, and both are multiplied.
     """
     weight, wide = insert("transpose", _weight(insert, values), 1, 2), accumulator_dtype(like.dtype)
     rows = _rows(insert, sums)
@@ -134,7 +140,7 @@ def _values(insert: Inserter, sums: Node, values: Projection, like: Tensor, auto
         return insert(torch.bmm, rows, weight)
     if autocast is None:
         return insert("to", insert(torch.bmm, rows, insert("to", weight, wide)), like.dtype)
-    # Not `rows - rows.to(torch.bfloat16)`, of which Inductor makes 0: it leaves conversions out where it fuses ops.
+    # Not `rows - rows.to(torch.bfloat16)`: Inductor drops conversions when it fuses ops, and the result would be 0.
     upper = insert("view", insert(operator.and_, insert("view", rows, torch.int32), ~0xFFFF), wide)
     high, low = (insert("to", x, like.dtype) for x in (upper, insert(operator.sub, rows, upper)))
     return insert(torch.baddbmm, insert(torch.bmm, low, weight), high, weight)
@@ -143,7 +149,7 @@ def _values(insert: Inserter, sums: Node, values: Projection, like: Tensor, auto
 def _weight(insert: Inserter, projection: Projection) -> Node:
     """Insert the view `[heads, columns, rank]` of a projection's weight."""
     tensor, node = tensor_of(projection.weight), projection.weight
-    if tensor is not None and tensor.requires_grad:  # but SDPA's result doesn't: it was read under no_grad
+    if tensor is not None and tensor.requires_grad:  # SDPA's result doesn't, as the program ran under no_grad
         node = insert("detach", node)
     if projection.order != tuple(range(len(projection.order))):
         node = insert("permute", node, projection.order)

@@ -1,4 +1,4 @@
-"""All attention of a graph: calls of SDPA, attention that is written out, and calls of `flex_attention`."""
+"""Find all attention of a graph: calls of SDPA, attention that is written out, and calls of `flex_attention`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Attention:
 
     Attributes:
         sdpa: calls of SDPA.
-        written_out: the product with values of attention that is written out, each with its softmax.
-        places: the node before which each of these has to be computed.
+        written_out: for attention that is written out, the product with values and its softmax.
+        places: the node before which attention that is written out has to be computed, by the product with values.
         flex: calls of `flex_attention`.
     """
 
@@ -42,12 +42,12 @@ class Attention:
 
     @property
     def nodes(self) -> list[Node]:
-        """All of them, in the order of their places."""
+        """The nodes of all attention, in the order of their places."""
         return sorted([*self.sdpa, *self.written_out, *self.flex], key=lambda node: self.places.get(node, node))
 
 
 def find_attention(graph: Graph, errors: list[Declined]) -> Attention:
-    """Find the attention of a graph. Changes nothing; an error that belongs to no call is appended to `errors`."""
+    """Find the attention of a graph. An error that belongs to no call is appended to `errors`."""
     written_out = or_nothing(lambda: find_written_out(graph), errors)
     softmaxes = {product: softmax for product, softmax, _ in written_out}
     places = {product: place for product, _, place in written_out}
@@ -55,7 +55,7 @@ def find_attention(graph: Graph, errors: list[Declined]) -> Attention:
 
 
 def read_attention(node: Node, attention: Attention, run: Run) -> SdpaCall | Declined:
-    """Read the attention at a node as a call of SDPA, whose tensors may be drafts; or say why it can't be read."""
+    """Return the attention at a node as a call of SDPA, whose tensors may be drafts, or the reason why it can't be."""
     if node in attention.written_out:
         call = _read_written_out(node, attention.written_out[node], run)
     elif node in attention.flex:
@@ -70,7 +70,7 @@ def read_attention(node: Node, attention: Attention, run: Run) -> SdpaCall | Dec
 def _read_written_out(product: Node, softmax: Node, run: Run) -> SdpaCall | Declined:
     attention = read_written_out(softmax)
     if isinstance(attention, WrittenOut):
-        # On a CPU Inductor fuses most of such attention, and each number would capture a graph of its own.
+        # On a CPU Inductor fuses most attention that is written out, so a graph for each number would not pay.
         value = tensor_of(attention.value.node)
         may_fix = not run.fuses or (value is not None and value.device.type != "cpu")
         attention = settle_numbers(attention, run.may_guard, may_fix)
@@ -90,7 +90,7 @@ def _read_flex(node: Node, run: Run) -> SdpaCall | Declined:
 
 
 def find_nested(gm: GraphModule, errors: list[Declined]) -> list[Declined]:
-    """Find the attention in bodies of higher-order operators: none of it is rewritten."""
+    """Find the attention in bodies of higher-order operators. It is not rewritten."""
     bodies = {name: x.graph for name, x in gm.named_modules() if isinstance(x, GraphModule) and x.graph is not gm.graph}
     findings = []
     for name, graph in bodies.items():

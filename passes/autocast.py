@@ -9,11 +9,11 @@ from torch.fx import Graph, Node
 
 from tatten.ops.moved import moved
 
-_INSTEAD = "attention in graphs that set autocast is left as it is"
+_FALLBACK = "attention in graphs that set autocast is left as it is"
 try:
     from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 except ImportError as error:
-    moved("torch.amp.autocast_mode._enter_autocast", error, _INSTEAD)
+    moved("torch.amp.autocast_mode._enter_autocast", error, _FALLBACK)
     _enter_autocast = _exit_autocast = None  # type: ignore[assignment]
 
 SETTERS = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("set_autocast"))
@@ -25,7 +25,7 @@ def sets_autocast(graph: Graph) -> bool:
 
 
 def autocast_unknown(graph: Graph) -> str | None:
-    """Why the state of autocast is unknown in a graph with regions of it; None if it is known."""
+    """Return the reason why the state of autocast is unknown in a graph, or None if it is known."""
     if _enter_autocast is None:
         unknown = (x for x in graph.nodes if "autocast" in getattr(x.target, "__name__", ""))
         return next((f"`{x.target.__name__}` is a function that may set autocast" for x in unknown), None)
@@ -33,29 +33,29 @@ def autocast_unknown(graph: Graph) -> str | None:
         try:
             autocast_dtype(next(iter(reversed(graph.nodes))), "cpu")
         except Exception as error:
-            return moved("torch.amp.autocast_mode._enter_autocast", error, _INSTEAD)
+            return moved("torch.amp.autocast_mode._enter_autocast", error, _FALLBACK)
     return None
 
 
 def autocast_dtype(node: Node, device: str) -> torch.dtype | None:
-    """The dtype that autocast computes in at a node of a Dynamo graph; None where it is off.
+    """Return the dtype that autocast computes in at a node of a Dynamo graph, or None if autocast is off.
 
-    A graph starts in the state it was compiled in, which Dynamo guards on, and enters and leaves regions by calls. The
-    calls before the node are replayed.
+    A graph starts in the state of autocast at its compilation, which Dynamo guards on. It enters and leaves regions by
+    calls. The calls before the node are replayed.
     """
     calls = [
         x
         for target in (_enter_autocast, _exit_autocast)
         for x in node.graph.find_nodes(op="call_function", target=target)
     ]
-    inside: dict[Node, Any] = {}
+    entered: dict[Node, Any] = {}
     try:
         for call in sorted(x for x in calls if x < node):
             if call.target is _enter_autocast:
-                inside[call] = _enter_autocast(*call.args)
+                entered[call] = _enter_autocast(*call.args)
             else:
-                _exit_autocast(inside.pop(call.args[0]))
+                _exit_autocast(entered.pop(call.args[0]))
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     finally:
-        for mode in reversed(inside.values()):
+        for mode in reversed(entered.values()):
             _exit_autocast(mode)

@@ -1,4 +1,4 @@
-"""Matching calls for `options={"batch_invariant": True}`: whether it pays or not, as SDPA isn't invariant."""
+"""Match calls for `options={"batch_invariant": True}`, even if it doesn't pay: SDPA isn't invariant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tatten.passes.symbolic import known_equal, known_tensor
 
 
 def check_invariant(call: SdpaCall) -> Decline | None:
-    """Return the reason why no op can compute each sequence of an eligible call as if it were alone, or None."""
+    """Return the reason why no op can compute an eligible call with `batch_invariant=True`, or None."""
     if call.softcap is not None and known_tensor(call.query).device.type == "cpu":
         return Decline(Reason.BATCH_INVARIANT, f"a soft cap of {call.softcap} on a CPU")
     return None
@@ -26,14 +26,18 @@ def check_invariant(call: SdpaCall) -> Decline | None:
 def find_invariant(
     call: SdpaCall, drafts: Drafts, may_guard: bool
 ) -> tuple[BifurcatedMatch | DecodeMatch, str] | Decline:
-    """Match a call without changing the graph. Returns the match and a note for the report, or why there is none.
+    """Match a call without changing the graph.
 
-    Where keys are cut must not depend on the batch, nor on who shares them: a graph of one sequence has the same cuts.
+    The cuts between segments must not depend on the batch, nor on which sequences share a segment: a graph of one
+    sequence has the same cuts.
+
+    Returns:
+        The match and a note for the report, or the reason why there is no match.
     """
     if call.shares is not None:
-        return _of_several_placements(call, call.shares, may_guard)
+        return _match_shares(call, call.shares, may_guard)
     keys, values = (find_cuts(x, call.vanishing) for x in (call.key, call.value))
-    segments = _choose(keys, values, may_guard)
+    segments = _choose_segments(keys, values, may_guard)
     bifurcated = match_bifurcated(call, *segments, may_guard) if segments is not None else None
     if isinstance(bifurcated, BifurcatedMatch):
         return dataclasses.replace(bifurcated, batch_invariant=True), ""
@@ -44,27 +48,31 @@ def find_invariant(
     return dataclasses.replace(match, batch_invariant=True), match.note
 
 
-def _choose(
+def _choose_segments(
     keys: tuple[Cut, ...], values: tuple[Cut, ...], may_guard: bool
 ) -> tuple[tuple[Stored, ...], tuple[Stored, ...]] | None:
-    """Choose how to read each segment: once for all that share it, if keys and values say so; the last per sequence.
+    """Choose for each segment whether it is read once for the sequences that share it, or once for each sequence.
 
-    None for one segment, if keys and values are not cut alike, or if a segment can't be read as each sequence's own.
+    The last segment is read for each sequence.
+
+    Returns:
+        The segments of keys and of values, or None for a single segment, if keys and values have different cuts, or if
+        a segment can't be read for each sequence.
     """
     if len(keys) != len(values) or len(keys) < 2:
         return None
-    chosen = []
+    pairs = []
     for i, (key, value) in enumerate(zip(keys, values, strict=True)):
         shared = i < len(keys) - 1 and correspond((key.shared,), (value.shared,), may_guard)
         pair = (key.shared, value.shared) if shared else (key.per_sequence, value.per_sequence)
         if pair[0] is None or pair[1] is None:
             return None
-        chosen.append((pair[0], pair[1]))
-    chosen_keys, chosen_values = zip(*chosen, strict=True)
+        pairs.append((pair[0], pair[1]))
+    chosen_keys, chosen_values = zip(*pairs, strict=True)
     return chosen_keys, chosen_values
 
 
-def _of_several_placements(
+def _match_shares(
     call: SdpaCall, shares: tuple[tuple[Share, ...], tuple[Share, ...]], may_guard: bool
 ) -> tuple[BifurcatedMatch, str] | Decline:
     """Match segments that are DTensors, which can't be read in one piece."""

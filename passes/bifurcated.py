@@ -1,4 +1,4 @@
-"""The bifurcation pass: attention to keys that sequences share, or that were concatenated only to be attended to.
+"""The bifurcation pass: attention to keys that sequences share, or that were concatenated only for attention.
 
 Such a call becomes `tatten::bifurcated_attention`, which reads each segment once, where it is stored.
 `match_bifurcated` returns a match or a reason, and `apply_bifurcated` changes the graph.
@@ -25,7 +25,7 @@ from tatten.passes.symbolic import constant, guard_equal, known_different, known
 
 @dataclass(frozen=True)
 class BifurcatedMatch(Match):
-    """An SDPA call that `tatten::bifurcated_attention` answers: its segments of keys and of values correspond."""
+    """An SDPA call that `tatten::bifurcated_attention` can compute. Its segments of keys and of values correspond."""
 
     @property
     def too_costly(self) -> Decline | None:
@@ -37,18 +37,18 @@ def match_bifurcated(
 ) -> BifurcatedMatch | Decline | None:
     """Match a call that `check_call` found eligible, given its segments.
 
-    Changes nothing; adds a guard only where keys and values have two or more lengths, or numbers of rows that an index
-    selects from, that can't be proven equal. Without `may_guard` such don't match.
+    A guard is added only if keys and values have two or more lengths, or numbers of rows that an index selects from,
+    that can't be proven equal. Without `may_guard` these calls don't match.
 
     Returns:
-        A match, the reason why there is none, or None where key and value are one segment each that is not shared.
+        A match, the reason why there is none, or None if key and value are one segment each that is not shared.
     """
     query, key, value = (known_tensor(x) for x in (call.query, call.key, call.value))
     # SDPA broadcasts a key and value with a batch of one.
-    one_for_all = not known_equal(query.shape[0], 1) and all(known_equal(x.shape[0], 1) for x in (key, value))
-    if not one_for_all and len(keys) == len(values) == 1 and not keys[0].shared and not values[0].shared:
+    broadcasts = not known_equal(query.shape[0], 1) and all(known_equal(x.shape[0], 1) for x in (key, value))
+    if not broadcasts and len(keys) == len(values) == 1 and not keys[0].shared and not values[0].shared:
         return None
-    if not one_for_all and not all(known_equal(x.shape[0], query.shape[0]) for x in (key, value)):
+    if not broadcasts and not all(known_equal(x.shape[0], query.shape[0]) for x in (key, value)):
         return Decline(Reason.BATCH, f"query, key, value have batch {query.shape[0]}, {key.shape[0]}, {value.shape[0]}")
     if not correspond(keys, values, may_guard):
         shown = " and ".join(f"{name} in {_describe(x)}" for name, x in (("key", keys), ("value", values)))
@@ -66,7 +66,7 @@ def match_bifurcated(
 
 
 def correspond(keys: tuple[Stored, ...], values: tuple[Stored, ...], may_guard: bool) -> bool:
-    """Return True if keys and values have the same segments. Under dynamic shapes one size may have two symbols."""
+    """Return True if keys and values have the same segments. With dynamic shapes, one size may have two symbols."""
     equal = guard_equal if may_guard else known_equal
     if len(keys) != len(values):
         return False
@@ -82,7 +82,7 @@ def correspond(keys: tuple[Stored, ...], values: tuple[Stored, ...], may_guard: 
     unproven = [(k.size(LENGTH), v.size(LENGTH)) for k, v in pairs if not known_equal(k.size(LENGTH), v.size(LENGTH))]
     if any(known_different(k, v) for k, v in unproven):
         return False
-    # The sums are equal, as SDPA requires: the last length follows from the others.
+    # SDPA requires equal sums, so one length follows from the others.
     unproven = unproven[1:] + [(k.size(BATCH), v.size(BATCH)) for k, v in pairs]
     return all(equal(k, v) for k, v in unproven)
 
@@ -98,14 +98,14 @@ def _describe(segments: tuple[Stored, ...]) -> str:
 def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
     """Insert the op before SDPA and return its node, a state."""
     call = masks.cast(match.call)
-    keys, values = ([masks.as_attention_takes_it(x, call) for x in stored] for stored in (match.keys, match.values))
+    keys, values = ([masks.as_operand(x, call) for x in stored] for stored in (match.keys, match.values))
     columns = masks.columns(call, match.keys)
     rows = [masks.rows(call, segment) for segment in match.keys]
     groups = [masks.row_groups(call, segment, indices) for segment, indices in zip(match.keys, rows, strict=True)]
-    # Where a kernel finds a block must not depend on what other sequences attend to, if they share it.
+    # With every block listed, the place of a shared block does not depend on the keys of other sequences.
     shared = len(columns) - 1 if match.batch_invariant else 0
-    made_for = enumerate(zip(columns, match.keys, rows, strict=True))
-    block_masks = [masks.block_mask(call, *segment, every_block=i < shared) for i, segment in made_for]
+    segments = enumerate(zip(columns, match.keys, rows, strict=True))
+    block_masks = [masks.block_mask(call, *segment, every_block=i < shared) for i, segment in segments]
     args = (call.query, keys, values, columns, block_masks, scale_of(call), *([groups] if any(groups) else []))
     picks = insert_indices(call, match.keys, masks.drafts)
     options = match.options | picks[0]

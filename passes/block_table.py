@@ -1,7 +1,7 @@
 """Block tables of a program: the integers by which it selects pages of a pool for each sequence.
 
-A program may select single keys by numbers that it computes from a table, `table * page + arange(page)`. They name the
-keys of a page in order, so that the pages can be read by the table.
+A program may select single keys by numbers that it computes from a table, `table * page + arange(page)`. These numbers
+name the keys of each page in order, so the op can read the pages through the table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tatten.passes.calls import op_name
 from tatten.passes.drafts import Drafting
 from tatten.passes.mutation import writes
 from tatten.passes.op_names import CASTS
-from tatten.passes.rows import INTEGER_CASTS, INTEGERS, made_of, same_numbers, viewed_by
+from tatten.passes.rows import INTEGER_CASTS, INTEGERS, computed_from, numbers_key, viewed_by
 from tatten.passes.symbolic import FakeTensor, constant, known_equal, known_shape, known_tensor, tensor_of, value_of
 from tatten.passes.views import Size
 
@@ -29,8 +29,8 @@ class BlockTable:
 
     Attributes:
         entries: integers `[batch, max_pages]`, a node or a draft.
-        wraps: whether entries count modulo the number of pages: negative ones of `pool[entries]` do, and all those of
-            `take_along_dim`.
+        wraps: whether entries count modulo the number of pages, as negative entries of `pool[entries]` and all entries
+            of `take_along_dim` do.
         views: the nodes between the entries and the op that selects by them.
     """
 
@@ -45,16 +45,16 @@ class BlockTable:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for tables that name the same pages: keys and values may each compute their index."""
-        return same_numbers(self.entries), self.wraps
+        """A key that is equal for tables of the same pages, also if keys and values compute their index separately."""
+        return numbers_key(self.entries), self.wraps
 
     @property
     def read(self) -> set[Node]:
-        """The nodes that hold the entries, and what `key` says that these were computed of."""
-        return {*self.views, *made_of(self.entries)}
+        """The nodes that hold the entries, and the nodes from which `key` knows that they were computed."""
+        return {*self.views, *computed_from(self.entries)}
 
-    def as_attention_takes_it(self, entries: Node, n_pages: int | Node, draft: Drafting) -> Node:
-        """Draft the table in int32, in which each entry that names a page is the page's number.
+    def as_operand(self, entries: Node, n_pages: int | Node, draft: Drafting) -> Node:
+        """Draft the table in int32. Each entry that names a page is then the number of the page.
 
         Args:
             entries: the entries, or another node that holds the same numbers.
@@ -71,7 +71,7 @@ class BlockTable:
 
 
 def without_casts(table: BlockTable) -> BlockTable:
-    """The table before it was cast between int32 and int64."""
+    """Return the table before casts between int32 and int64."""
     node, views = table.entries, table.views
     while (source := integers_cast_by(node)) is not None:
         node, views = source, (*views, node)
@@ -79,18 +79,18 @@ def without_casts(table: BlockTable) -> BlockTable:
 
 
 def integers_cast_by(node: Node) -> Node | None:
-    """The integers that a node casts to other ones; None if it does something else."""
+    """Return the integers that a node casts to another dtype without changing them, or None."""
     source = node.args[0] if node.args else None
     before, after = tensor_of(source), tensor_of(node)
     if not isinstance(source, Node) or op_name(node) not in CASTS | INTEGER_CASTS or before is None or after is None:
         return None
-    # From 64 bits to 32, numbers out of range become others.
+    # A cast from 64 bits to 32 may change numbers.
     widens = before.dtype in INTEGERS and after.dtype == torch.int64 and before.device == after.device
     return source if widens and not writes(node) else None
 
 
-def of_flat_index(index: Node, wraps: bool) -> BlockTable | None:
-    """The table `[batch, max_pages]` whose entries, row by row, are an index of one dim; None without one."""
+def table_of_flat_index(index: Node, wraps: bool) -> BlockTable | None:
+    """Return the table `[batch, max_pages]` that was flattened to an index of one dim, or None."""
     node, views = index, list[Node]()
     while True:
         tensor = tensor_of(node)
@@ -108,14 +108,17 @@ def of_flat_index(index: Node, wraps: bool) -> BlockTable | None:
 
 @dataclass(frozen=True)
 class Slots:
-    """Numbers of keys: entry `i` of a table names the `page` keys from `i * page` on."""
+    """Numbers of keys that were computed from a table: entry `i` stands for the `page` keys from `i * page` on."""
 
     table: BlockTable
     page: int
 
 
-def of_slots(slots: BlockTable) -> Slots | None:
-    """The table from which numbers of keys are computed, as `(table[:, :, None] * page + arange(page)).flatten(1)`."""
+def slots_of(slots: BlockTable) -> Slots | None:
+    """Return the table from which numbers of keys were computed, or None.
+
+    The form is `(table[:, :, None] * page + arange(page)).flatten(1)`.
+    """
     flat, total = slots.entries, None
     if op_name(flat) in FLAT and not writes(flat) and flat.args:
         total = flat.args[0]
@@ -142,7 +145,7 @@ def of_slots(slots: BlockTable) -> Slots | None:
 
 
 def _times(node: object, page: int) -> tuple[Node, tuple[Node, ...]] | None:
-    """The table of which a node is `table[:, :, None] * page`, in either order, and the nodes from there."""
+    """Return the table of a product `table[:, :, None] * page`, in either order, and its nodes, or None."""
     if not isinstance(node, Node):
         return None
     inner, views = node, [node]
@@ -166,7 +169,7 @@ def _times(node: object, page: int) -> tuple[Node, tuple[Node, ...]] | None:
 
 
 def _counting(node: object, page: int) -> tuple[Node, ...] | None:
-    """The nodes that make `arange(page)` along the last dim, last first; None if `node` isn't that."""
+    """Return the nodes that compute `arange(page)` along the last dim, last first, or None if `node` isn't that."""
     views = list[Node]()
     while isinstance(node, Node) and op_name(node) != "arange":
         numbers = tensor_of(node)
@@ -177,12 +180,12 @@ def _counting(node: object, page: int) -> tuple[Node, ...] | None:
     if not isinstance(node, Node) or node.kwargs.get("out") is not None:
         return None
     numbers, bounds = known_tensor(node), [_integer(x) for x in node.args]
-    named = [node.kwargs.get(name) for name in ("start", "end", "step")]
-    counts = bounds in ([page], [0, page], [0, page, 1]) and named == [None] * 3
+    bounds_by_name = [node.kwargs.get(name) for name in ("start", "end", "step")]
+    counts = bounds in ([page], [0, page], [0, page, 1]) and bounds_by_name == [None] * 3
     return (*views, node) if counts and numbers.dtype in INTEGERS else None
 
 
 def _integer(x: object) -> int | None:
-    """The integer that is the same in every run."""
+    """Return an integer that is the same in every run, or None."""
     value = value_of(x) if isinstance(x, Node) else x
     return constant(value) if isinstance(value, int | torch.SymInt) and not isinstance(value, bool) else None

@@ -1,6 +1,6 @@
-"""Identification of the PyTorch op that a node calls, by name and by schema.
+"""Identify the PyTorch op that a node calls, by name and by schema.
 
-Functions are compared by identity: neither `mylib::to` nor a user's function named `contiguous` is PyTorch's.
+Functions are compared by identity: `mylib::to` or a user's function named `contiguous` doesn't count as PyTorch's.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ else:
 
 
 def _owners() -> tuple[Any, ...]:
-    """The modules and classes that PyTorch's functions and methods are found in by name."""
-    private = ("_special", "_nn", "_linalg", "_fft")  # `torch.special` and its like take their functions from these
+    """Return the modules and classes in which PyTorch's functions and methods are looked up by name."""
+    private = ("_special", "_nn", "_linalg", "_fft")  # modules such as `torch.special` take their functions from these
     for name in private:
         if not hasattr(torch._C, name):
             moved(f"torch._C.{name}", "it is missing", "its functions are unknown to the passes")
@@ -39,7 +39,10 @@ OWNERS = _owners()
 
 
 def op_name(node: Node) -> str:
-    """The op's name, `repeat_interleave` for method, function and aten overload alike; empty if it isn't PyTorch's."""
+    """Return the name of the op that a node calls, or an empty string if it isn't PyTorch's.
+
+    A method, a function and an aten overload of one op have the same name, such as `repeat_interleave`.
+    """
     target = node.target
     if node.op == "call_method":
         return str(target)
@@ -53,7 +56,7 @@ def op_name(node: Node) -> str:
 
 
 def overloads(node: Node) -> tuple[OpOverload, ...]:
-    """The overloads that a node may call; empty where its target has no schema, as a Python function."""
+    """Return the overloads that a node may call; none if its target has no schema, such as a Python function."""
     target = node.target
     if not has_schemas():
         return ()
@@ -66,7 +69,7 @@ def overloads(node: Node) -> tuple[OpOverload, ...]:
 
 @functools.cache
 def has_schemas() -> bool:
-    """Tell whether the schemas of ops can be read, as `overload._schema`."""
+    """Return True if the schemas of ops can be read, as `overload._schema`."""
     try:
         _ = [(x.name, x.alias_info, x.kwarg_only) for x in torch.ops.aten.add_.Tensor._schema.arguments]
     except Exception as error:
@@ -76,12 +79,15 @@ def has_schemas() -> bool:
 
 
 def schemas(node: Node) -> tuple[OpOverload, ...]:
-    """Like `overloads`, but by name for a Python function of PyTorch, too, which may do more than they do."""
+    """Return the `overloads` of a node. For a Python function of PyTorch, return the overloads of the same name.
+
+    The function may do more than these.
+    """
     return overloads(node) or _aten_overloads(op_name(node))
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument of a call, positional or by keyword; `position` counts the tensor itself."""
+    """Return an argument of a call, positional or by keyword. `position` counts the tensor itself."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
@@ -101,11 +107,11 @@ def only_adds_dims(index: Any) -> bool:
     return all(part is None or part is builtins.Ellipsis or part == slice(None) for part in parts)
 
 
-@functools.lru_cache(maxsize=1024)  # a user's functions are not kept for ever
-def _name_of(function: Callable[..., Any], made: type) -> str:
-    """The name of a function that is PyTorch's or a method of what it returns; empty for others."""
+@functools.lru_cache(maxsize=1024)  # bounded, as the cache keeps a user's functions alive
+def _name_of(function: Callable[..., Any], result_type: type) -> str:
+    """Return the name of a function of PyTorch, or of a method of `result_type`; empty for others."""
     name = getattr(function, "__name__", "")
-    if any(getattr(owner, name, None) is function for owner in (*OWNERS, made)):
+    if any(getattr(owner, name, None) is function for owner in (*OWNERS, result_type)):
         return name
     if (getattr(function, "__module__", None) or "").startswith("torch._dynamo.variables."):
         return name.removeprefix("prim").lstrip("_ ")  # Dynamo's wrappers of methods of DTensor

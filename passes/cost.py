@@ -1,7 +1,7 @@
-"""Cost model of rewrites: small work is left alone (question 4 of the appendix of arXiv 2403.08845).
+"""Cost model of rewrites: small calls stay as they are (question 4 of the appendix of arXiv 2403.08845).
 
-A size counts as it was when the graph was captured from its example inputs. Dynamic sizes are the exception: one graph
-serves every length, and may be captured at a short one.
+A size counts with its value in the example inputs. Dynamic sizes are the exception: one graph serves every length, and
+may be captured at a short one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tatten.passes.stored import Stored
 from tatten.passes.symbolic import constant, hint, known_equal, known_tensor, same_storage, tensor_of
 from tatten.passes.views import Size
 
-# Dynamic sizes count as these, unless those of the example inputs are larger. A cache grows; a batch may have any size.
+# Values of dynamic sizes, unless the example inputs have larger ones. A cache grows; a batch may have any size.
 TYPICAL_LENGTH = 4096
 TYPICAL_BATCH = 4
-# A call may take longer by this share of SDPA's estimated time if its mask leaves out no key. The measured share is
+# The accepted loss, as a share of SDPA's estimated time, of a call whose mask excludes no key. The measured loss is
 # below 0.05, as `DecodeRates` favour SDPA.
 ACCEPTED_LOSS = 0.1
 
@@ -33,12 +33,12 @@ class Rates:
     """Rates of a device. `benchmarks/shared_prefix.py --calibrate` fits those of bytes and of segments."""
 
     bytes_per_us: float  # of keys and values that SDPA moves
-    segment_us: float  # beyond SDPA's own time, for each segment: calls, a kernel, its share of the merge
+    segment_us: float  # for each segment beyond SDPA's time: calls, a kernel, its share of the merge
     flops_per_us: float = math.inf  # of large products, in the low precision that the device is fastest in
-    decode: DecodeRates | None = None  # for `tatten::decode_attention`; None: as for segments
+    decode: DecodeRates | None = None  # for `tatten::decode_attention`; None to use the rates of segments
 
     def of_decode(self, pairs: int, itemsize: int) -> tuple[float, float]:
-        """The rates of `tatten::decode_attention`: bytes per microsecond, and microseconds per call.
+        """Return the rates of `tatten::decode_attention`: bytes per microsecond, and microseconds per call.
 
         Args:
             pairs: the number of (sequence, query head) pairs, each of which occupies one thread.
@@ -55,16 +55,16 @@ class DecodeRates:
     """Rates of `tatten::decode_attention` on a CPU, where arithmetic bounds the kernel: `benchmarks/small_calls.py`.
 
     They favour SDPA. On one core of an EPYC its kernel reads 4e3 to 5e3 numbers of float32 in a microsecond, 1e3 of
-    bfloat16; the op adds 35 to 45 us, or 85 while other processes use the caches. Sequences of unequal lengths are
-    calls of that kernel one by one, at 8 to 25 us.
+    bfloat16. The op adds 35 to 45 us, or 85 while other processes use the caches. For sequences of unequal lengths it
+    calls the kernel once for each sequence, which adds 8 to 25 us per call.
     """
 
     numbers_per_us: float  # of keys and values, by one thread of PyTorch's kernel for one query
     call_us: float  # of the op beyond PyTorch's kernel
-    sequence_us: float = 0.0  # for each sequence but the first, if a mask leaves them different numbers of keys
+    sequence_us: float = 0.0  # for each sequence after the first, if a mask leaves them different numbers of keys
 
 
-RATES = {"cpu": Rates(44e3, 97.0, 1e5, DecodeRates(10e3, 60.0, 30.0))}  # by type of device; each GPU has its own
+RATES = {"cpu": Rates(44e3, 97.0, 1e5, DecodeRates(10e3, 60.0, 30.0))}  # by type of device; GPUs have tuning modules
 
 
 def rates_of(device: torch.device) -> Rates:
@@ -77,14 +77,14 @@ def rates_of(device: torch.device) -> Rates:
 
 @dataclass(frozen=True)
 class Cost:
-    """An estimate of the microseconds that a rewrite saves, and of those that it adds."""
+    """An estimate of the microseconds that a rewrite saves and adds."""
 
     moved: int  # bytes of K and V, by SDPA and by the ops that repeat and concatenate them for it
-    read: int  # bytes of K and V as they are stored, each once; of rows that an index selects, at most
-    segments: int  # of keys, each with its values
+    read: int  # bytes of K and V as they are stored, each once; an upper bound if an index selects rows
+    segments: int  # number of segments of keys
     saved_us: float
     extra_us: float
-    moved_us: float = 0.0  # of SDPA and of those ops
+    moved_us: float = 0.0  # the time in which SDPA and those ops move `moved` bytes
     assumed: str = ""  # the numbers that stand for dynamic sizes
     unequal_us: float = 0.0  # beyond `extra_us`, if a mask leaves sequences different numbers of keys
 
@@ -94,10 +94,10 @@ class Cost:
 
     @property
     def may_pay(self) -> bool:
-        """Tell whether the rewrite of a call with a mask costs little even if the mask helps little.
+        """True if a rewrite of a call with a mask loses little even if the mask excludes few keys.
 
-        It is weighed for a mask that leaves out no key, and for one that leaves out half of the keys, with a different
-        number for each sequence.
+        Two masks are weighed: one that excludes no key, and one that excludes half of the keys, with a different number
+        for each sequence.
         """
         loss = self.extra_us - self.saved_us
         half_us = self.moved_us * self.read / max(self.moved, 1) / 2
@@ -126,23 +126,25 @@ class Sizes:
         return max(hint(self.batch) or 0, TYPICAL_BATCH) if fixed is None else fixed
 
     def rows(self, size: Size) -> int | None:
-        """The number of rows of keys or values; None if it is unknown."""
+        """Return the number of rows of keys or values, or None if it is unknown."""
         if constant(size) is not None or known_equal(size, self.batch):
             return self.sequences if constant(size) is None else constant(size)
-        example, of = hint(size), hint(self.batch)
-        return None if example is None or not of else round(example * self.sequences / of)
+        example_rows, example_batch = hint(size), hint(self.batch)
+        if example_rows is None or not example_batch:
+            return None
+        return round(example_rows * self.sequences / example_batch)
 
     def length(self, size: Size) -> int:
-        """The number of keys."""
+        """Return the number of keys."""
         fixed = constant(size)
         return max(hint(size) or 0, TYPICAL_LENGTH) if fixed is None else fixed
 
     def assumed(self, lengths: Sequence[Size]) -> str:
-        """A remark on the numbers that stand for dynamic sizes, given the `lengths` of all segments; else empty."""
+        """Return a remark on the numbers that stand for dynamic sizes, given the `lengths` of all segments."""
         dynamic = [self.length(x) for x in lengths if constant(x) is None]
-        counted = [f"{' + '.join(map(str, dynamic))} keys"] if dynamic else []
-        counted += [f"{self.sequences} sequences"] if constant(self.batch) is None else []
-        return f"weighed for {' of '.join(counted)}, a dynamic number" if counted else ""
+        counts = [f"{' + '.join(map(str, dynamic))} keys"] if dynamic else []
+        counts += [f"{self.sequences} sequences"] if constant(self.batch) is None else []
+        return f"weighed for {' of '.join(counts)}, a dynamic number" if counts else ""
 
 
 def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], decode: bool = False) -> Cost | None:
@@ -150,17 +152,17 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], de
 
     A tensor that is repeated or concatenated in memory is read, written, and read again by SDPA. SDPA reads a row once
     for each sequence. On a CPU it also reads a kv head once for each query head, unless the query heads are grouped. In
-    low precision, four query heads count as one there: packing four gains nothing, packing eight does (2-core Xeon with
-    AMX, measured).
+    low precision on a CPU, four query heads count as one: packing four gains nothing, packing eight does (measured on a
+    2-core Xeon with AMX).
 
     Args:
         call: the call, with keys and values as SDPA takes them.
         keys: the segments of its keys, as they are stored.
         values: the segments of its values.
-        decode: whether the op is `tatten::decode_attention`, which has rates of its own.
+        decode: whether the op is `tatten::decode_attention`, which has separate rates.
 
     Returns:
-        The cost; None if sizes are unknown.
+        The cost, or None if sizes are unknown.
     """
     query = known_tensor(call.query)
     sizes, q_heads = Sizes(query.shape[BATCH]), hint(query.shape[HEADS])
@@ -183,7 +185,7 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], de
         reads = sizes.sequences // rows * (group if query.element_size() >= 4 else max(1, group // 4))
         moved += size * reads + (size + once) * copied
         for n, segment in zip(stored, segments, strict=True):
-            read += _picked(n or 0, segment, call.picks, sizes, queries)
+            read += _bytes_picked(n or 0, segment, call.picks, sizes, queries)
     rates = rates_of(query.device)
     bytes_per_us, segment_us = rates.bytes_per_us, rates.segment_us
     if decode:
@@ -197,9 +199,9 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], de
 
 
 def _bytes_read(stored: Stored, length: Size, sizes: Sizes, batch: int | None) -> int | None:
-    """The bytes of a segment that an op reads, each row once; None if sizes are unknown.
+    """Return the bytes of a segment that an op reads, each row once, or None if sizes are unknown.
 
-    If an index selects rows, it is the most that `batch` sequences can read: several may read the same row.
+    If an index selects rows, this is an upper bound for `batch` sequences: several may read the same row.
     """
     base = known_tensor(stored.base)
     rows, heads, head_dim = sizes.rows(stored.size(BATCH)), hint(stored.size(HEADS)), hint(stored.size(HEAD_DIM))
@@ -212,9 +214,9 @@ def _bytes_read(stored: Stored, length: Size, sizes: Sizes, batch: int | None) -
     return base.element_size() * rows * heads * sizes.length(length) * head_dim
 
 
-def _picked(of_all: int, stored: Stored, picks: Picks | None, sizes: Sizes, queries: int) -> int:
-    """The bytes of a segment that an op reads by indices, of those of all keys; sequences share no picks."""
+def _bytes_picked(all_bytes: int, stored: Stored, picks: Picks | None, sizes: Sizes, queries: int) -> int:
+    """Return the bytes of a segment, of `all_bytes`, that an op reads by indices. No two sequences share picks."""
     if picks is None:
-        return of_all
+        return all_bytes
     length, sharing = sizes.length(stored.size(LENGTH)), sizes.sequences // (sizes.rows(stored.size(BATCH)) or 1)
-    return of_all * picks.read_of(length, queries * max(1, sharing)) // max(length, 1)
+    return all_bytes * picks.keys_read(length, queries * max(1, sharing)) // max(length, 1)

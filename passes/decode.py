@@ -33,14 +33,13 @@ NO_SCALES: Scales = (None, None)
 
 @dataclass(frozen=True)
 class DecodeMatch(Match):
-    """An SDPA call that `tatten::decode_attention` computes: one key and one value, before their heads were repeated.
+    """An SDPA call that `tatten::decode_attention` can compute, from one key and one value before repeated heads.
 
     Attributes:
-        scales: the scales of keys and of values; None if they are not in 8 bits, or have no scale.
-        not_narrow: the reason why keys and values that were dequantised are not read in 8 bits; None if they are, or
-            if none were dequantised.
-        not_paged: the reason why keys and values that were gathered through a block table are not read in pages; None
-            if they are, or if none were gathered.
+        scales: the scales of keys and of values; None if they are not in 8 bits or have no scale.
+        not_narrow: the reason why dequantised keys and values are not read in 8 bits, or None.
+        not_paged: the reason why keys and values that were gathered through a block table are not read in pages, or
+            None.
     """
 
     scales: Scales = NO_SCALES
@@ -49,18 +48,19 @@ class DecodeMatch(Match):
 
     @functools.cached_property
     def cost(self) -> Cost | None:
-        """The estimate with all keys in use, when a rewrite saves least; None if sizes are unknown."""
+        """The estimate with all keys in use, for which a rewrite saves least; None if sizes are unknown."""
         return cost_of(self.call, self.keys, self.values, decode=True)
 
     @property
     def note(self) -> str:
-        missed = {"not read in 8 bits": self.not_narrow, "not read in pages": self.not_paged}
-        declined = [f"{how} [{x.reason.value}]: {x.detail}" for how, x in missed.items() if x is not None]
-        return "; ".join([*self._pages, *declined])
+        """A remark on pages, and on dequantised or gathered keys and values that are read as they are."""
+        declines = {"not read in 8 bits": self.not_narrow, "not read in pages": self.not_paged}
+        remarks = [f"{title} [{x.reason.value}]: {x.detail}" for title, x in declines.items() if x is not None]
+        return "; ".join([*self._pages, *remarks])
 
     @property
     def _pages(self) -> list[str]:
-        """A remark on pages that are read where the pool has them."""
+        """A remark on pages that are read from the pool."""
         table = self.keys[0].table
         if table is None:
             return []
@@ -70,24 +70,23 @@ class DecodeMatch(Match):
 
     @property
     def too_costly(self) -> Decline | None:
-        """The reason why SDPA is at least as fast; None if it isn't, or if that is unknown.
+        """The reason why SDPA is at least as fast, or None if it isn't or that is unknown.
 
-        Only a run shows how many keys a mask excludes. On a CPU, a call with a mask is left as it is if it would take
-        noticeably longer with all keys in use. On a GPU, a call with a mask is not weighed. Attention that is written
-        out takes several kernels and stores its scores, so it isn't weighed either. The exception is a CPU under
-        Inductor, which fuses such attention: it is left as it is unless its keys or values have scales, or a top-k
-        selects keys.
+        The number of keys that a mask excludes is known only at run time. On a CPU, a call with a mask stays as it is
+        if it would take noticeably longer with all keys in use. On a GPU, a call with a mask is not weighed. Attention
+        that is written out takes several kernels and stores its scores, so it is not weighed either. On a CPU, however,
+        Inductor fuses it. It then stays as it is unless its keys or values have scales or a top-k selects keys.
         """
         query, key = known_tensor(self.call.query), known_tensor(self.call.key)
         as_stored = self.scales == NO_SCALES and self.call.picks is None
         if self.call.fused and query.device.type == "cpu" and as_stored:
-            # With all keys in use 0.14 to 1.06 of the speed, with an eighth of them 2.8 to 5 times it (2-core Xeon).
+            # The op has 0.14 to 1.06 of the speed with all keys in use, 2.8 to 5 times with an eighth (2-core Xeon).
             return Decline(Reason.NO_GAIN, "on a CPU Inductor fuses products of a few queries, and may be faster")
         if self.call.form:
             return None
         if self.call.attn_mask is not None:
-            taken = query.device.type == "cuda" or self.cost is None or self.cost.may_pay
-            return None if taken else Decline(Reason.SMALL, f"with all keys in use {self.cost}")
+            may_pay = query.device.type == "cuda" or self.cost is None or self.cost.may_pay
+            return None if may_pay else Decline(Reason.SMALL, f"with all keys in use {self.cost}")
         one_to_one = known_equal(query.shape[1], key.shape[1])
         stored = tensor_of(self.keys[0].base)
         narrow = stored is not None and stored.dtype != key.dtype
@@ -109,15 +108,15 @@ def match_decode(
 ) -> DecodeMatch | Decline:
     """Match a call that `check_call` found eligible, given its key and value before heads were repeated.
 
-    The graph stays as it is, and drafts may be made. A guard is added only if the batches of query, key and value can't
-    be proven equal, or pools' numbers of pages: with dynamic shapes, each DTensor that is an input has a symbol of its
-    own. Without `may_guard` such a call is declined, or pages are read as the program gathers them.
+    Makes drafts. A guard is added only if the batches of query, key and value, or the pools' numbers of pages, can't be
+    proven equal: with dynamic shapes, each DTensor that is an input has separate symbols. Without `may_guard` the call
+    is declined, or pages are read as the program gathers them.
     """
     query, key, value = (known_tensor(x) for x in (call.query, call.key, call.value))
     equal = guard_equal if may_guard else known_equal
     if not all(equal(query.shape[0], x.shape[0]) for x in (key, value)):
         return Decline(Reason.BATCH, f"query, key, value have batch {query.shape[0]}, {key.shape[0]}, {value.shape[0]}")
-    if peeled_key.repeats != peeled_value.repeats:  # DiffLlama joins values in pairs: take both as they are
+    if peeled_key.repeats != peeled_value.repeats:  # DiffLlama joins values in pairs, so read both as they are
         peeled_key, peeled_value = Stored(call.key), Stored(call.value)
     for name, peeled in (("key", peeled_key), ("value", peeled_value)):
         writer = peeled.written_before(call.node)
@@ -136,7 +135,7 @@ def match_decode(
 
 
 def _bytes_in_order(stored: Stored) -> int | None:
-    """The bytes of keys or values as attention takes them; None if sizes are unknown."""
+    """Return the bytes of keys or values as attention takes them, or None if sizes are unknown."""
     sizes = [hint(stored.size(role)) for role in ROLES]
     return None if None in sizes else math.prod(n or 0 for n in sizes) * known_tensor(stored.base).element_size()
 
@@ -144,13 +143,13 @@ def _bytes_in_order(stored: Stored) -> int | None:
 def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
     """Insert the op before SDPA and return its node, a state."""
     call = masks.cast(match.call)
-    key, value = (masks.as_attention_takes_it(stored, call) for stored in (*match.keys, *match.values))
+    key, value = (masks.as_operand(stored, call) for stored in (*match.keys, *match.values))
     scales, dtype = {}, known_tensor(call.query).dtype
     for name, scale, stored in zip(
         ("key_scale", "value_scale"), match.scales, (*match.keys, *match.values), strict=True
     ):
         if scale is not None:
-            draft = scale.as_attention_takes_it(stored, dtype, Drafting(masks.drafts, stored.base))
+            draft = scale.as_operand(stored, dtype, Drafting(masks.drafts, stored.base))
             scales[name] = masks.drafts.insert(draft, call.node)
     block_mask, pages, kv_lens = masks.block_mask(call, call.attn_mask), {}, None
     if match.keys[0].table is not None:

@@ -1,7 +1,7 @@
-"""Keys and values that the program dequantises before attention: found in 8 bits, with the scale that they get.
+"""Find keys and values that the program dequantises before attention, in 8 bits and with their scale.
 
 `k8.to(dtype) * scale`, or int8 times a scale, represents each key as the product. The op reads keys in 8 bits and
-multiplies in float32, which rounds less than the program's own product in the dtype of the query does.
+multiplies in float32, which rounds less than the program's product in the dtype of the query.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from tatten.passes.symbolic import (
     number_in,
     tensor_of,
 )
-from tatten.passes.views import Size, source_of, way_back
+from tatten.passes.views import Size, source_of, walks_back
 
 PRODUCTS = {"mul", "multiply"}
 OTHER_ARITHMETIC = {"add", "sub", "subtract", "rsub", "div", "divide", "truediv", "true_divide", "mul_"}
-MAX_DEPTH = 8  # of ops between keys in 8 bits and attention; without a bound, sums of sums would take long
+MAX_DEPTH = 8  # ops between keys in 8 bits and attention; unbounded, a search through sums of sums would take long
 
 
 @dataclass(frozen=True)
@@ -48,36 +48,36 @@ class Dequantised:
     """The result of a walk back to a tensor in 8 bits.
 
     Attributes:
-        source: the tensor in 8 bits, of the shape of the one where the walk began.
+        source: the tensor in 8 bits, of the same shape as the tensor where the walk began.
         path: the nodes from there to the one that reads `source`.
         scales: the factors on the way.
-        trouble: why `source` times one scale isn't the value that the program computes; empty if it is.
+        obstacle: the reason why `source` times one scale isn't the value that the program computes; empty if it is.
     """
 
     source: Node
     path: tuple[Node, ...] = ()
     scales: tuple[Any, ...] = ()
-    trouble: str = ""
+    obstacle: str = ""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A factor of the keys or values `stored`, one for all of them, or for each head or each key.
+    """A factor of stored keys or values: one for all of them, for each head or for each key.
 
     Attributes:
-        factor: a node whose tensor broadcasts to the shape of what is stored, or a number.
+        factor: a node whose tensor broadcasts to the shape of the stored tensor, or a number.
         per_key: whether it may differ within a head.
     """
 
     factor: Node | float
     per_key: bool
 
-    def as_attention_takes_it(self, stored: Stored, dtype: torch.dtype, draft: Drafting) -> Node:
-        """Draft what makes of it `[kv_heads]` or `[batch, kv_heads, kv_length]`, in float32 or `dtype`."""
+    def as_operand(self, stored: Stored, dtype: torch.dtype, draft: Drafting) -> Node:
+        """Draft the scale as `[kv_heads]` or `[batch, kv_heads, kv_length]`, in float32 or `dtype`."""
         factor, tensor, heads = self.factor, tensor_of(self.factor), constant(stored.size(HEADS))
         if not isinstance(factor, Node):
             return draft("new_full", stored.base, (heads,), factor, dtype=torch.float32)
-        if tensor is None:  # Inductor keeps a factor of tensors an input, and no other number
+        if tensor is None:  # Inductor supports an input number only as a factor
             return draft("mul", draft("new_full", stored.base, (heads,), 1.0, dtype=torch.float32), factor)
         node = draft("detach", factor) if tensor.requires_grad else factor
         node = node if tensor.dtype == dtype else draft.cast(node, torch.float32)
@@ -88,13 +88,13 @@ class Scale:
             sizes = [
                 (n, stored.size(role)) for n, role in zip(known_tensor(node).shape, (BATCH, HEADS, LENGTH), strict=True)
             ]
-            if not all(known_equal(have, want) for have, want in sizes):
-                wanted = (-1 if known_equal(have, want) else constant(want) for have, want in sizes)
-                node = draft("expand", node, *wanted)
+            if not all(known_equal(actual, expected) for actual, expected in sizes):
+                expand_to = (-1 if known_equal(actual, expected) else constant(expected) for actual, expected in sizes)
+                node = draft("expand", node, *expand_to)
         else:
             node = draft("reshape", node, -1)
             node = draft("expand", node, heads) if known_equal(tensor.numel(), 1) else node
-        return draft("contiguous", node)  # as the op takes it: a copy of the op's own could not be fused
+        return draft("contiguous", node)  # here the copy can be fused, unlike a copy inside the op
 
 
 @dataclass(frozen=True)
@@ -110,18 +110,18 @@ class Narrow:
         return None if base is None else base.dtype
 
     def written_before(self, call: Node) -> Node | None:
-        """The first node before `call` that may write to them, to a copy of them, or to their scale."""
+        """Return the first node before `call` that may write to them, to a copy of them, or to their scale, or None."""
         scale = None if self.scale is None else tensor_of(self.scale.factor)
         writer = None if scale is None else written_between([scale], min(self.stored.path), call)
         return writer or self.stored.written_before(call)
 
 
 def both_in_8_bits(call: SdpaCall, key: Stored, value: Stored) -> tuple[Narrow, Narrow] | Decline | None:
-    """Find what the keys and values that a call reads were dequantised from. Adds no guards and changes nothing.
+    """Find the tensors in 8 bits from which the keys and values of a call were dequantised. Adds no guards.
 
     Returns:
-        Keys and values in 8 bits; why such tensors can't be read in the place of `key` and `value`; None where neither
-        is dequantised.
+        Keys and values in 8 bits, the reason why they can't be read in place of `key` and `value`, or None if neither
+        was dequantised.
     """
     query = known_tensor(call.query)
     outcomes = {name: _in_8_bits(stored, query) for name, stored in (("key", key), ("value", value))}
@@ -151,13 +151,13 @@ def _in_8_bits(stored: Stored, query: Tensor) -> Narrow | str | None:
     ends = _ends(stored)
     if not ends:
         return None
-    stored, dequantised = next((end for end in ends if not end[1].trouble), ends[0])
+    stored, dequantised = next((end for end in ends if not end[1].obstacle), ends[0])
     source, dims = known_tensor(dequantised.source), stored.dims
     kind = f"`{dequantised.source}` in {str(source.dtype)[6:]}"
     if source.dtype not in NARROW_DTYPES:
         return f"{kind}, where attention takes float8_e4m3fn and int8"
-    if dequantised.trouble:
-        return f"{kind}, {dequantised.trouble}"
+    if dequantised.obstacle:
+        return f"{kind}, {dequantised.obstacle}"
     if len(dequantised.scales) > 1:
         return f"{kind}, times {len(dequantised.scales)} factors"
     if None in dims or constant(stored.size(HEADS)) is None:
@@ -178,16 +178,16 @@ def _ends(stored: Stored) -> list[tuple[Stored, Dequantised]]:
     if dtensor_behind(stored.base) is not None or stored.shared:
         return []
     ends = []
-    for walk in way_back(walk_on(stored, stored.base, stored.path)):
-        here = stored_at(walk)
-        dequantised = None if here is None or here.shared else dequantised_at(walk.here)
-        if here is not None and dequantised is not None and dequantised.path:
-            ends.append((here, dequantised))
+    for walk in walks_back(walk_on(stored, stored.base, stored.path)):
+        viewed = stored_at(walk)
+        dequantised = None if viewed is None or viewed.shared else dequantised_at(walk.node)
+        if viewed is not None and dequantised is not None and dequantised.path:
+            ends.append((viewed, dequantised))
     return ends
 
 
 def dequantised_at(node: Node, depth: int = 0) -> Dequantised | None:
-    """The tensor in 8 bits that `node` was made of by casts, products and other arithmetic; None if there is none."""
+    """Return the tensor in 8 bits from which casts, products and other arithmetic computed `node`, or None."""
     tensor = tensor_of(node)
     if not isinstance(tensor, FakeTensor) or depth > MAX_DEPTH:
         return None
@@ -207,19 +207,19 @@ def dequantised_at(node: Node, depth: int = 0) -> Dequantised | None:
             continue
         dequantised = dequantised_at(operand, depth + 1)
         if dequantised is not None:
-            scales, trouble = dequantised.scales, dequantised.trouble
+            scales, obstacle = dequantised.scales, dequantised.obstacle
             if name in PRODUCTS:
                 scales = (*scales, *(x for j, x in enumerate(operands) if j != i))
             elif name not in CASTS:
-                trouble = trouble or f"changed by `{node}` ({name})"
+                obstacle = obstacle or f"changed by `{node}` ({name})"
             if writes(node):
-                trouble = f"written in place by `{node}`"
-            return Dequantised(dequantised.source, (node, *dequantised.path), scales, trouble)
+                obstacle = f"written in place by `{node}`"
+            return Dequantised(dequantised.source, (node, *dequantised.path), scales, obstacle)
     return None
 
 
 def _scale_of(factor: Any, source: Tensor, dims: list[int], dtype: torch.dtype) -> Scale | str:
-    """The scale that `factor` is to a tensor whose dims have the roles `dims`, or why it is none."""
+    """Return a factor of a tensor whose dims have the roles `dims` as a scale, or the reason why it is none."""
     number = number_in(factor)
     if number is not None:
         return Scale(number, per_key=False)
@@ -242,14 +242,14 @@ def _scale_of(factor: Any, source: Tensor, dims: list[int], dtype: torch.dtype) 
         return f"{shown}, which differs along head_dim"
     per_key = not (is_one(BATCH) and is_one(LENGTH))
     for role in (BATCH, HEADS, LENGTH) if per_key else (HEADS,):
-        size, want = sizes[dims[role]], source.shape[dims[role]]
-        if not known_equal(size, want) and not (known_equal(size, 1) and constant(want) is not None):
+        size, expected = sizes[dims[role]], source.shape[dims[role]]
+        if not known_equal(size, expected) and not (known_equal(size, 1) and constant(expected) is not None):
             return f"{shown}, which may or may not broadcast"
     return Scale(factor, per_key)
 
 
 def _unsupported(source: Tensor, query: Tensor) -> str:
-    """Why no kernel reads `source` beside `query`; empty if one does."""
+    """Return the reason why no kernel reads `source` with this query, or an empty string."""
     if source.device.type != "cuda":
         return ""
     return unsupported_reason("triton", Workload.of(query, source, source, (), lambda n: hint(n) or 0)) or ""

@@ -22,12 +22,12 @@ from tatten.passes.symbolic import constant, hint, known_tensor, tensor_of
 
 
 def declined(call: SdpaCall, decline: Decline) -> Declined:
-    """Return the finding for a call that is left as it is."""
-    return Declined(source_location(call.shown), shapes_of(call, [call.key], [call.value]), decline)
+    """Return the finding for a declined call."""
+    return Declined(source_location(call.source_node), shapes_of(call, [call.key], [call.value]), decline)
 
 
 def bases(stored: Iterable[Stored]) -> list[Node]:
-    """Nodes of the user's program that hold what is stored."""
+    """Return the nodes of the user's program that hold the stored tensors."""
     return [dtensor_behind(x.base) or x.base for x in stored]
 
 
@@ -43,12 +43,12 @@ def show(named: Iterable[tuple[str, object]]) -> str:
 
 
 def assumptions_of(cost: Cost | LatentCost | None) -> str:
-    """Return a remark on the numbers that stood for dynamic sizes."""
+    """Return a remark on the numbers that stand for dynamic sizes."""
     return "" if cost is None else cost.assumed
 
 
 def provider_of(op: Node) -> str:
-    """Return the provider of a rewritten call, as the op chooses it for the sizes of the example; empty on a CPU."""
+    """Return the provider that the op chooses for the sizes of the example inputs; empty on a CPU."""
     first = [x[0] if isinstance(x, (list, tuple)) else x for x in op.args[:3]]
     query, key, value = (known_tensor(x) for x in first)
     if query.device.type != "cuda":
@@ -63,6 +63,6 @@ def provider_of(op: Node) -> str:
         return "auto"
     work = Workload.of(query, key, value, needs, lambda n: hint(n) or 0)
     dynamic = not needs and any(constant(n) is None for n in sizes)
-    each = "for the example: sizes are dynamic, and each call chooses by its own" if dynamic else ""
-    notes = "; ".join(filter(None, (table_note(work), replaced_flash(work), each)))
+    caveat = "for the example: sizes are dynamic, and each call chooses by its own" if dynamic else ""
+    notes = "; ".join(filter(None, (table_note(work), replaced_flash(work), caveat)))
     return choose_provider(work) + (f" ({notes})" if notes else "")

@@ -1,4 +1,4 @@
-"""Indices read backwards, to the top-k that made them: its rows name no key twice, and some steps leave it so."""
+"""Read indices back to the top-k that made them: its rows name no key twice, and some later steps keep it so."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tatten.passes.op_names import CASTS, COPIES, RESHAPES
 from tatten.passes.symbolic import known_equal, known_tensor, rank_of, tensor_of
 from tatten.passes.views import Size
 
-INTEGERS = {torch.int32, torch.int64}  # in others two indices may become one
+INTEGERS = {torch.int32, torch.int64}  # in narrower dtypes two indices may become equal
 TOP_K = {"topk", "sort", "argsort"}
 Outside = Callable[[float], bool]  # whether a number names no key
 KEEP_ROWS = CASTS | COPIES | RESHAPES | {"long", "int", "expand", "expand_as", "broadcast_to", "detach"}
@@ -28,9 +28,9 @@ class Origin:
     """The origin of indices.
 
     Attributes:
-        candidates: how many numbers a top-k chose from; None if these aren't the indices of a top-k.
-        distinct: whether no row has a number within range twice.
-        all_in_range: whether all indices are as the top-k gave them.
+        candidates: the number of scores that a top-k chose from; None if these aren't the indices of a top-k.
+        distinct: whether no row contains an index in range twice.
+        all_in_range: whether all indices are those of the top-k, unchanged.
     """
 
     candidates: Size | None = None
@@ -39,27 +39,30 @@ class Origin:
 
 
 def origin_of(indices: Node, size: int | None, place: Node) -> Origin:
-    """Follow indices `[..., picks]`, as the node `place` finds them, back to the top-k that made them.
+    """Follow indices `[..., picks]` back to the top-k that made them.
 
-    `size` is the number of keys, or of blocks of keys, that indices may name; None if it is dynamic.
+    Args:
+        indices: the indices.
+        size: the number of keys, or of blocks of keys, that indices may name; None if it is dynamic.
+        place: the node that reads the indices.
     """
-    here, reader, all_in_range, is_outside = indices, place, True, _outside(size)
+    node, reader, all_in_range, is_outside = indices, place, True, _outside(size)
     while True:
-        tensor = tensor_of(here)
-        if tensor is None or _is_written(here, reader, place):
+        tensor = tensor_of(node)
+        if tensor is None or _is_written(node, reader, place):
             return Origin()
-        candidates = _candidates(here)
+        candidates = _candidates(node)
         if candidates is not None:
             return Origin(candidates, True, all_in_range)
-        source = _same_rows(here)
-        if here.target in RENUMBERED:
-            source, *numbers = here.args  # type: ignore[assignment]
-            is_outside, all_in_range = RENUMBERED[here.target](is_outside, *numbers), False  # type: ignore[index, arg-type]
+        source = _same_rows(node)
+        if node.target in RENUMBERED:
+            source, *numbers = node.args  # type: ignore[assignment]
+            is_outside, all_in_range = RENUMBERED[node.target](is_outside, *numbers), False  # type: ignore[index, arg-type]
         if source is None:
-            source, all_in_range = _but_for_fills(here, is_outside, place), False
+            source, all_in_range = _before_fill(node, is_outside, place), False
         if source is None:
             return Origin()
-        here, reader = source, here
+        node, reader = source, node
 
 
 def _outside(size: int | None) -> Outside:
@@ -78,7 +81,7 @@ def _before_key_indices(is_outside: Outside, _: object, block: int) -> Outside:
     return lambda number: all(is_outside(number * block + i) for i in range(block))
 
 
-# For each function that gives indices other numbers: which numbers name no key, given those that name none afterwards.
+# For each function that renumbers indices: from the test of numbers outside the keys after it, the test before it.
 RENUMBERED: dict[object, Callable[..., Outside]] = {
     with_first: _before_with_first,
     counted_from: _before_counted_from,
@@ -92,23 +95,23 @@ def _is_written(node: Node, reader: Node, place: Node) -> bool:
 
 
 def _candidates(node: Node) -> Size | None:
-    """The number of columns that a top-k over the last dim chose from, if `node` is its indices."""
-    made, item = node, None
+    """Return the number of columns that a top-k over the last dim chose from, or None if `node` isn't its indices."""
+    top_k, item = node, None
     if op_name(node) in ("getitem", "getattr"):
-        made, item = node.args[0], node.args[1]  # type: ignore[assignment]
-    if not isinstance(made, Node) or op_name(made) not in TOP_K or (op_name(made) == "argsort") != (item is None):
+        top_k, item = node.args[0], node.args[1]  # type: ignore[assignment]
+    if not isinstance(top_k, Node) or op_name(top_k) not in TOP_K or (op_name(top_k) == "argsort") != (item is None):
         return None
-    scores = tensor_of(argument(made, 0, "input", made.kwargs.get("self")))
-    if scores is None or item not in (None, 1, "indices") or made.kwargs.get("out") is not None:
+    scores = tensor_of(argument(top_k, 0, "input", top_k.kwargs.get("self")))
+    if scores is None or item not in (None, 1, "indices") or top_k.kwargs.get("out") is not None:
         return None
-    position = 2 if op_name(made) == "topk" else 1
-    dim = made.kwargs.get("dim", next((x for x in made.args[position:] if not isinstance(x, bool)), -1))
+    position = 2 if op_name(top_k) == "topk" else 1
+    dim = top_k.kwargs.get("dim", next((x for x in top_k.args[position:] if not isinstance(x, bool)), -1))
     columns: Size = scores.shape[-1]
     return columns if dim in (-1, scores.dim() - 1) else None
 
 
 def _same_rows(node: Node) -> Node | None:
-    """The tensor whose rows are those of `node` in full or in part, each in one row."""
+    """Return a tensor of which each row of `node` is a row or a part of one, or None."""
     source: Node | None = argument(node, 0, "input", node.kwargs.get("self"))
     before, after, name = tensor_of(source), known_tensor(node), op_name(node)
     if before is None or before.dim() == 0 or after.dim() == 0 or not {before.dtype, after.dtype} <= INTEGERS:
@@ -134,8 +137,8 @@ def _slices_rows(index: Any, rank: int) -> bool:
     return isinstance(parts[-1], slice) or (parts[-1] is ... and taken < rank)
 
 
-def _but_for_fills(node: Node, is_outside: Outside, place: Node) -> Node | None:
-    """The indices of which some were replaced by a number that is out of range."""
+def _before_fill(node: Node, is_outside: Outside, place: Node) -> Node | None:
+    """Return the indices before some of them were replaced by a number out of range, or None."""
     if op_name(node) == "masked_fill":
         pair = [argument(node, 0, "input"), argument(node, 2, "value")]
     elif op_name(node) == "where":

@@ -1,4 +1,4 @@
-"""Eligibility of SDPA calls: what tatten's ops can compute, whatever the keys are made of."""
+"""Eligibility of SDPA calls: the calls that tatten's ops can compute, whatever their keys are made of."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ DEFAULT_MAX_Q_LEN = 16
 def check_transformed(nodes: Iterable[object]) -> Decline | None:
     """Return the reason to leave attention alone if a transform of `torch.func` wraps one of its tensors, else None.
 
-    Such a tensor is valid only inside its transform: nothing may be computed from it once Dynamo has left that.
+    A wrapped tensor is valid only inside its transform, which Dynamo has left when the passes run.
     """
     for node in nodes:
-        if type(tensor_of(node)) is Tensor:  # a tensor of the graph itself is fake
+        if type(tensor_of(node)) is Tensor:  # tensors of a graph are otherwise fake or DTensors
             return Decline(Reason.TORCH_FUNC, f"`{node}` is no fake tensor, as inside vmap, grad, jvp and the like")
     return None
 
@@ -50,7 +50,7 @@ def check_plain(call: SdpaCall) -> Decline | None:
 
 
 def check_call(call: SdpaCall, max_q_len: int) -> Decline | None:
-    """Return the reason to leave a call alone, or None if it may be rewritten. Adds no guards and changes nothing."""
+    """Return the reason to leave a call alone, or None if it may be rewritten. Adds no guards."""
     query, key, value = (tensor_of(x) for x in (call.query, call.key, call.value))
     result = tensor_of(call.result)
     if query is None or key is None or value is None or result is None:
@@ -69,7 +69,7 @@ def check_call(call: SdpaCall, max_q_len: int) -> Decline | None:
 
 
 def check_q_len(q_len: int | SymInt, max_q_len: int) -> Decline | None:
-    """Return the reason to leave a call with so many queries alone, or None if they are known to be a few."""
+    """Return the reason to leave a call with `q_len` queries alone, or None if they are known to be few enough."""
     fixed = constant(q_len)
     if fixed is None and not (known_at_most(1, q_len) and known_at_most(q_len, max_q_len)):
         return Decline(Reason.Q_LEN_DYNAMIC, f"q_length is {q_len}, not known to be between 1 and {max_q_len}")
@@ -114,7 +114,7 @@ def _check_flags(
 
 
 def _is_symbolic_float(scale: object) -> bool:
-    """Tell a scale that is a node: under dynamic=True a float attribute of a module becomes one."""
+    """Return True if a scale is a node, as a float attribute of a module under `dynamic=True` is."""
     return isinstance(scale, Node) and isinstance(value_of(scale), int | float | torch.SymFloat | torch.SymInt)
 
 
@@ -133,12 +133,12 @@ def check_mask(call: SdpaCall, query: Tensor, key: Tensor) -> Decline | None:
         return Decline(Reason.DEVICE, f"attn_mask is on {mask.device}, query on {query.device}")
     scores = (*query.shape[:3], key.shape[2])
     fits = mask.dim() <= 4 and not any(
-        known_different(have, 1) and known_different(have, want)
-        for have, want in zip(reversed(mask.shape), reversed(scores), strict=False)
+        known_different(size, 1) and known_different(size, expected)
+        for size, expected in zip(reversed(mask.shape), reversed(scores), strict=False)
     )
     if not fits:
         return Decline(Reason.MASK_SHAPE, f"attn_mask is {list(mask.shape)}, scores {list(scores)}")
-    # Other sizes that may turn out equal are checked by the op when it runs, as SDPA does.
+    # The op checks other sizes when it runs, as SDPA does.
     unknown = next((x for x in (*mask.shape, *scores) if may_be_0_or_1(x)), None)
     return None if unknown is None else Decline(Reason.UNBACKED, f"attn_mask or scores have a size {unknown}")
 
@@ -164,8 +164,8 @@ def _check_shapes(call: SdpaCall, query: Tensor, key: Tensor, value: Tensor) -> 
         return Decline(Reason.KV_LENGTH, f"key has length {key.shape[2]}, value {value.shape[2]}")
 
     q_heads, kv_heads = query.shape[1], key.shape[1]
-    one_to_one, one_for_all = known_equal(q_heads, kv_heads), known_equal(kv_heads, 1)
-    divisible = one_to_one or one_for_all or (call.enable_gqa and not known_different(q_heads % kv_heads, 0))
+    one_to_one, broadcasts = known_equal(q_heads, kv_heads), known_equal(kv_heads, 1)
+    divisible = one_to_one or broadcasts or (call.enable_gqa and not known_different(q_heads % kv_heads, 0))
     if not divisible or not known_equal(value.shape[1], kv_heads):
         heads = f"query, key, value have {q_heads}, {kv_heads}, {value.shape[1]} heads"
         return Decline(Reason.HEADS, f"{heads}, enable_gqa is {call.enable_gqa}")

@@ -1,7 +1,7 @@
-"""The scores that an indexer gives to keys: products of index heads, relu, and their weighted sum.
+"""Find the scores that an indexer gives to keys: products of index heads, relu, and their weighted sum.
 
-Found is `sum over heads h of weights[h] * relu(scale * query[h] @ key)`, in whatever order a program multiplies by the
-scale and widens its tensors, and the mask that the sum gets.
+The form is `sum over heads h of weights[h] * relu(scale * query[h] @ key)`, followed by a mask. A program may multiply
+by the scale and widen its tensors in any order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from tatten.ops.states import accumulator_dtype
 from tatten.passes.eligible import check_q_len, check_transformed
 from tatten.passes.index_cost import IndexCost, index_cost
 from tatten.passes.index_narrow import StoredKeys, narrow_keys
-from tatten.passes.index_operands import KEY, OF_DIM, OF_LENGTH, OF_QUERIES, QUERY, WEIGHTS, operands_of, ways_back
+from tatten.passes.index_operands import (
+    KEY,
+    OF_DIM,
+    OF_LENGTH,
+    OF_QUERIES,
+    QUERY,
+    WEIGHTS,
+    candidate_operands,
+    operands_of,
+)
 from tatten.passes.index_segments import KeySegments, find_key_segments
 from tatten.passes.index_steps import ScaleSteps, steps_back
 from tatten.passes.index_sum import Masked, Summed, find_mask, find_sum
@@ -29,7 +38,7 @@ from tatten.passes.reasons import Decline, Reason
 from tatten.passes.run import Run
 from tatten.passes.symbolic import FakeTensor, guard_between, known_tensor, tensor_of
 
-SCALES = 1e-30, 1e30  # of numbers after relu that are inputs: above 0 and finite, also rounded to float32
+SCALES = 1e-30, 1e30  # guarded range of input numbers after relu: above 0 and finite, also in float32
 
 
 @dataclass(frozen=True)
@@ -39,12 +48,12 @@ class IndexerScores:
     Attributes:
         product: the node that multiplies queries and keys.
         query, key, weights, key_scale: as `tatten.index_scores` takes them, `key_scale` with dims of size 1.
-        scale, factors: what multiplies the products: a number, and numbers that are inputs of the graph.
+        scale, factors: the factors of the products: a number, and numbers that are inputs of the graph.
         masked: the last node of the scores, which the op's result replaces, and its mask.
-        path: the nodes that may have no users then.
+        path: the nodes that may have no users after that.
         cost: the estimate of what a rewrite saves; None if sizes are unknown.
-        segments: the keys as they are stored, where the program concatenates them for the scores alone.
-        not_narrow: why keys that were dequantised are not read in 8 bits; empty if they are, or none were.
+        segments: the stored keys, if the program concatenates them only for the scores.
+        not_narrow: the reason why dequantised keys are not read in 8 bits; empty if they are, or none were.
     """
 
     product: Node
@@ -62,10 +71,10 @@ class IndexerScores:
 
 
 def find_index_scores(relu: Node, run: Run) -> IndexerScores | Decline | None:
-    """Read the scores around a relu. Changes nothing; guards the sign of a number that is an input.
+    """Read the scores around a relu. May add a guard on the sign of an input number.
 
     Returns:
-        The scores; why they stay as they are; or None where it is another relu.
+        The scores, the reason why they stay as they are, or None for a relu of something else.
     """
     above = steps_back(relu)
     product = None if above is None else product_of(above.node)
@@ -76,12 +85,12 @@ def find_index_scores(relu: Node, run: Run) -> IndexerScores | Decline | None:
         _check_tensors(product, summed)
         or check_q_len(summed.sizes[OF_QUERIES], run.max_q_len)
         or _check_form(above, product, summed)
-        or _read(above, product, summed, run)
+        or _read_scores(above, product, summed, run)
     )
 
 
 def _check_tensors(product: Product, summed: Summed) -> Decline | None:
-    """Check that the op takes tensors of this kind."""
+    """Return the reason why the op doesn't take these tensors, or None."""
     factors = [*(x.node for x in (product.left, product.right)), summed.weights]
     transformed = check_transformed((*factors, summed.node))
     if transformed is not None:
@@ -98,14 +107,14 @@ def _check_tensors(product: Product, summed: Summed) -> Decline | None:
     wide = (torch.float32, torch.float64) if device.type == "cpu" else (torch.float32,)
     dtypes = {x.dtype for x in (query, key, *computed)}
     if len(dtypes) > 1 or not dtypes <= {*wide}:
-        named = zip((product.node, summed.steps.node, summed.node), computed, strict=True)
-        shown = ", ".join(f"`{node}` in {tensor.dtype}" for node, tensor in named)
+        nodes_and_tensors = zip((product.node, summed.steps.node, summed.node), computed, strict=True)
+        shown = ", ".join(f"`{node}` in {tensor.dtype}" for node, tensor in nodes_and_tensors)
         return Decline(Reason.INDEX_SCORES, f"not all of it is in float32: {shown}")
     return None
 
 
 def _check_form(above: ScaleSteps, product: Product, summed: Summed) -> Decline | None:
-    """Check that nothing stands between the products and their sum but relu and scales."""
+    """Return the reason if anything but relu and scales stands between the products and their sum, or None."""
     obstacle = above.obstacle or summed.steps.obstacle
     if obstacle:
         return Decline(Reason.INDEX_SCORES, f"between the products and their weighted sum, {obstacle}")
@@ -114,20 +123,20 @@ def _check_form(above: ScaleSteps, product: Product, summed: Summed) -> Decline 
     return None
 
 
-def _read(above: ScaleSteps, product: Product, summed: Summed, run: Run) -> IndexerScores | Decline:
+def _read_scores(above: ScaleSteps, product: Product, summed: Summed, run: Run) -> IndexerScores | Decline:
     masked, lead = find_mask(summed), summed.parts[:2]
     sizes = summed.sizes | {OF_DIM: known_tensor(product.left.node).shape[-1]}
     queries = operands_of(product.left, (*lead, summed.parts[2], OF_DIM), QUERY, sizes)
     of_keys = product.right, (*lead, OF_DIM, OF_LENGTH), KEY, sizes
     keys = operands_of(*of_keys)
-    weights = operands_of(Factor(summed.weights), summed.of_weights, WEIGHTS, sizes)
+    weights = operands_of(Factor(summed.weights), summed.weight_parts, WEIGHTS, sizes)
     wide = known_tensor(product.node).dtype
-    narrow = narrow_keys(ways_back(*of_keys), wide)
+    narrow = narrow_keys(candidate_operands(*of_keys), wide)
     in_8_bits = narrow if isinstance(narrow, StoredKeys) else None
-    alike = [x for x in queries if (in_8_bits is not None or x in keys) and accumulator_dtype(x) == wide]
-    if not alike or not weights:
-        return Decline(Reason.INDEX_SCORES, _unlike(product, summed))
-    dtype = min(alike, key=lambda x: x.itemsize)
+    dtypes = [x for x in queries if (in_8_bits is not None or x in keys) and accumulator_dtype(x) == wide]
+    if not dtypes or not weights:
+        return Decline(Reason.INDEX_SCORES, _mismatch(product, summed))
+    dtype = min(dtypes, key=lambda x: x.itemsize)
     query, stored = queries[dtype], in_8_bits or StoredKeys(keys[dtype])
     key, key_scale = stored.key, stored.scale
     scale = above.scale * product.scale * summed.steps.scale * masked.scale * stored.number
@@ -143,7 +152,7 @@ def _read(above: ScaleSteps, product: Product, summed: Summed, run: Run) -> Inde
     segments = find_key_segments(key, _tensor(query), masked.node, frozenset(path)) if in_8_bits is None else None
     parts = () if segments is None else segments.stored
     cost = index_cost(_tensor(query), _tensor(key), parts, widened=_tensor(key).dtype != wide)
-    writer = mover_of(masked.node, run.moving) or _writer(operands, path, masked.node)
+    writer = mover_of(masked.node, run.movers) or _writer(operands, path, masked.node)
     if writer is not None:
         return Decline(Reason.WRITTEN, f"`{writer}` writes to what the scores of an indexer read")
     if cost is not None and not cost.pays:
@@ -169,11 +178,11 @@ def _read(above: ScaleSteps, product: Product, summed: Summed, run: Run) -> Inde
     )
 
 
-def _unlike(product: Product, summed: Summed) -> str:
-    """Tell that operands have other dims or dtypes than the op's."""
-    named = ("queries", product.left.node), ("keys", product.right.node), ("weights", summed.weights)
-    shown = [(name, known_tensor(x)) for name, x in named]
-    return "; ".join(f"{name} are {list(x.shape)} in {x.dtype}" for name, x in shown)
+def _mismatch(product: Product, summed: Summed) -> str:
+    """Return the shapes and dtypes of operands that the op does not take."""
+    operands = ("queries", product.left.node), ("keys", product.right.node), ("weights", summed.weights)
+    tensors = [(name, known_tensor(x)) for name, x in operands]
+    return "; ".join(f"{name} are {list(x.shape)} in {x.dtype}" for name, x in tensors)
 
 
 def _tensor(operand: Factor) -> Tensor:
@@ -183,7 +192,7 @@ def _tensor(operand: Factor) -> Tensor:
 
 
 def _check_users(chain: set[Node], masked: Masked) -> set[Node] | Decline:
-    """Check that nothing else reads what will not be computed. Returns users that read none of its values."""
+    """Return the users of the nodes in `chain` that read none of their values, or the reason if another user does."""
     unread = set[Node]()
     for node in sorted({*chain, masked.node}):
         written = next((x for x in written_arguments(node) if x not in chain), None)
@@ -202,7 +211,10 @@ def _check_users(chain: set[Node], masked: Masked) -> set[Node] | Decline:
 
 
 def _writer(operands: tuple[Factor, ...], path: set[Node], place: Node) -> Node | None:
-    """The first node that may write to what the scores have read before their last node, where the op would read it."""
+    """Return the first node that may write to an operand after the scores read it and before `place`, or None.
+
+    The op reads the operands at `place`.
+    """
     since = [(x.node, min(user for user in x.node.users if user in path)) for x in operands]
     since += [(copy, copy) for x in operands for copy in x.path]
     for node, start in since:

@@ -1,7 +1,7 @@
-"""The keys that a model selects: the proof that a mask leaves none but those that indices name.
+"""Find the keys that a model selects: prove that a mask leaves only keys that indices name.
 
-`tatten.passes.marked` reads the mask. Found are indices, and the part of the mask that has nothing to do with them,
-which tells which of the named keys count.
+`tatten.passes.marked` reads the mask. The result is the indices, and the part of the mask that doesn't depend on them.
+This part determines which of the named keys count.
 """
 
 from __future__ import annotations
@@ -32,53 +32,53 @@ from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, known_equal, known_tensor, tensor_of
 from tatten.passes.views import Size
 
-# With fewer keys for each pick, reading all keys in order is about as fast as gathering some of them: 2048 of 8192
-# latents for each of 64 sequences and 128 heads take 190 us, and all of them 245 (H100, `benchmarks/sparse.py`).
+# With fewer keys per pick, reading all keys in order is about as fast as gathering: for 64 sequences and 128 heads,
+# 2048 of 8192 latents take 190 us, and all of them 245 us (H100, `benchmarks/sparse.py`).
 LEAST_KEYS_PER_PICK = 4
 
 
 def find_picks(call: SdpaCall, drafts: Drafts) -> Picks | Decline | None:
-    """Find the keys that an eligible call selects; over DTensors, of the local part. Makes drafts, and adds no guards.
+    """Find the keys that an eligible call selects, for DTensors in the local part. Makes drafts, and adds no guards.
 
     Returns:
-        The picks; why the mask of a selection has to be read as it is; or None where nothing is selected.
+        The picks, the reason why the mask of a selection has to be read as it is, or None if nothing is selected.
     """
     mask, key, query = tensor_of(call.attn_mask), known_tensor(call.key), known_tensor(call.query)
-    made_of = set[Node]() if mask is None else _made_of(call.attn_mask)
-    if mask is None or not any(op_name(x) in SCATTERS for x in made_of):
+    sources = set[Node]() if mask is None else _computed_from(call.attn_mask)
+    if mask is None or not any(op_name(x) in SCATTERS for x in sources):
         return None
-    by_top_k = any(op_name(x) in TOP_K for x in made_of)
+    by_top_k = any(op_name(x) in TOP_K for x in sources)
     kv_length, marked = key.shape[LENGTH], None
     if mask.dim() == 4 and known_equal(mask.shape[-1], kv_length):
         marked = find_marked(call.attn_mask, call.node, drafts)
     if marked is None or not _excludes(marked.outside, mask):
         unread = f"`{call.attn_mask}` depends on a top-k, and isn't known to leave only keys that it picked"
         return Decline(Reason.PICKS, unread) if by_top_k else None
-    indices = _for_queries(marked, query, Drafting(drafts, call.shown))
+    indices = _for_queries(marked, query, Drafting(drafts, call.source_node))
     if isinstance(indices, Decline):
         return indices
-    rest = None if mask.dtype == torch.bool or marked.outside == -math.inf else marked.outside
-    if rest is not None and _rounds(call, mask):
-        return Decline(Reason.PICKS, f"autocast rounds {rest}, the bias of the other keys")
-    base, read = _base(call, marked, mask), marked.inside is not None
+    rest_bias = None if mask.dtype == torch.bool or marked.outside == -math.inf else marked.outside
+    if rest_bias is not None and _rounds(call, mask):
+        return Decline(Reason.PICKS, f"autocast rounds {rest_bias}, the bias of the other keys")
+    picked_mask, replaces_mask = _mask_of_picks(call, marked, mask), marked.inside is not None
     origin = origin_of(indices, _number_of_blocks(kv_length, marked.block), call.node)
     picks = Picks(
         indices,
         marked.block,
-        base,
-        rest,
+        picked_mask,
+        rest_bias,
         origin.distinct,
-        base is not call.attn_mask and _names_all(indices, marked.block, origin, kv_length),
+        picked_mask is not call.attn_mask and _names_all(indices, marked.block, origin, kv_length),
         kv_length * _ranks(call),
         by_top_k,
-        frozenset(without_drafts(marked.path)) if read else frozenset(),
-        marked.written if read else (),
+        frozenset(without_drafts(marked.path)) if replaces_mask else frozenset(),
+        marked.written if replaces_mask else (),
     )
     return picks if picks.names_all else _check_length(picks) or picks
 
 
 def _ranks(call: SdpaCall) -> int:
-    """The number of ranks that hold a part of the call's keys each."""
+    """Return the number of ranks that the call's keys are sharded over."""
     if call.sharding is None or call.shares is not None:
         return 1
     return math.prod(call.sharding.mesh.size(dim) for dim in call.sharding.merge_dims)
@@ -89,7 +89,7 @@ def _excludes(outside: float, mask: Tensor) -> bool:
 
 
 def _for_queries(marked: Marked, query: Tensor, draft: Drafting) -> Node | Decline:
-    """The indices `[batch, 1 or heads, q_length, picks]`, or the reason why the op doesn't take them."""
+    """Return the indices `[batch, 1 or heads, q_length, picks]`, or the reason why the op doesn't take them."""
     indices, tensor = marked.indices, known_tensor(marked.indices)
     heads = constant(tensor.shape[HEADS])
     if heads is None or (heads != 1 and not known_equal(heads * marked.repeats, query.shape[HEADS])):
@@ -111,16 +111,17 @@ def _rounds(call: SdpaCall, mask: Tensor) -> bool:
     return dtype is not None and dtype != mask.dtype
 
 
-def _base(call: SdpaCall, marked: Marked, mask: Tensor) -> Node | None:
-    """The mask to read at the picks: the part of the call's own that indices don't make, or if it is unknown its own.
+def _mask_of_picks(call: SdpaCall, marked: Marked, mask: Tensor) -> Node | None:
+    """Return the mask to read at the picks, or None if all picks count.
 
-    None if all picks count.
+    It is the part of the call's mask that doesn't depend on the indices, or the call's mask if that part is unknown.
     """
-    inside, own = marked.inside, call.attn_mask
+    inside = marked.inside
     if isinstance(inside, Node):
         with_inside = dataclasses.replace(call, attn_mask=inside)
-        return inside if check_mask(with_inside, known_tensor(call.query), known_tensor(call.key)) is None else own
-    return None if inside == (1 if mask.dtype == torch.bool else 0) else own
+        decline = check_mask(with_inside, known_tensor(call.query), known_tensor(call.key))
+        return inside if decline is None else call.attn_mask
+    return None if inside == (1 if mask.dtype == torch.bool else 0) else call.attn_mask
 
 
 def _number_of_blocks(kv_length: Size, block: int) -> int | None:
@@ -129,7 +130,7 @@ def _number_of_blocks(kv_length: Size, block: int) -> int | None:
 
 
 def _names_all(indices: Node, block: int, origin: Origin, kv_length: Size) -> bool:
-    """Return True if a top-k picked all that it chose from, and that is all keys."""
+    """Return True if a top-k picked all of its candidates, and these are all keys."""
     candidates, count = origin.candidates, known_tensor(indices).shape[-1]
     if candidates is None or not origin.all_in_range or not known_equal(candidates, count):
         return False
@@ -145,8 +146,8 @@ def _check_length(picks: Picks) -> Decline | None:
     return Decline(Reason.PICKS, f"{picks}: with so few keys it is faster to read all of them in order")
 
 
-def _made_of(mask: Node) -> set[Node]:
-    """The nodes that a mask is made of, back to the numbers that other layers computed."""
+def _computed_from(mask: Node) -> set[Node]:
+    """Return the nodes that a mask is computed from, back to numbers that other layers computed."""
     steps = PURE | POINTWISE | CATS | {"repeat_interleave", "pad", "slice", "narrow", "from_local", "to_local"}
 
     def above(node: Node) -> list[Node]:

@@ -1,4 +1,4 @@
-"""Findings of the passes about one graph, and their places in the user's program: what reports are made of."""
+"""Findings of the passes about one graph, with their source locations, for reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 
 @dataclass(frozen=True)
 class SourceLocation:
-    """A call in the user's program: the module that made it, and the line."""
+    """The place of a call in the user's program: its module and its line."""
 
     module: str = ""
     file: str = ""
@@ -29,7 +29,7 @@ class SourceLocation:
 
 
 def source_location(node: Node) -> SourceLocation:
-    """The innermost module of a node and its innermost line outside torch; empty where the graph has none."""
+    """Return the innermost module of a node and its innermost line outside torch; empty if the graph has none."""
     stack = node.meta.get("nn_module_stack") or {}
     module = _module_path(str(list(stack.values())[-1][0])) if stack else ""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
@@ -40,7 +40,7 @@ def source_location(node: Node) -> SourceLocation:
 
 
 def _module_path(path: str) -> str:
-    """Turn `L['self'].model.__dict__['_modules']['layers'][0]` into `model.layers.0`, as `named_modules` has it.
+    """Turn `L['self'].model.__dict__['_modules']['layers'][0]` into `model.layers.0`, the name in `named_modules`.
 
     A model in any other variable keeps the variable's name, since a function may use several models.
     """
@@ -56,11 +56,11 @@ class Rewritten:
 
     Attributes:
         location: the call in the user's program.
-        op: the op that replaced SDPA.
+        op: the op that replaced the call.
         shapes: dtypes and shapes of the query, of keys and values as they are stored, and of the mask.
-        cost: the estimate of what this saves at least; None if unknown.
-        note: what else to know, such as why it isn't a better op; empty if nothing.
-        provider: the kernel library that computes it on a GPU, for the sizes of the example; empty on a CPU.
+        cost: the estimate of the least that this saves; None if unknown.
+        note: remarks, such as the reason why it isn't a better op; empty without any.
+        provider: the kernel library that computes it on a GPU, for the sizes of the example inputs; empty on a CPU.
         attention: False for the scores of an indexer.
     """
 
@@ -75,7 +75,7 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Declined:
-    """An SDPA call that stayed as it was, or attention that isn't one; with `attention=False`, an indexer's scores."""
+    """An SDPA call or other attention that stayed as it was. With `attention=False`, the scores of an indexer."""
 
     location: SourceLocation
     shapes: str
@@ -85,7 +85,7 @@ class Declined:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """The findings of one graph in order, the time that the passes took, and a note on the whole graph."""
+    """The findings of one graph in order, the time that the passes took, and a note on the graph."""
 
     findings: tuple[Rewritten | Declined, ...]
     milliseconds: float

@@ -1,6 +1,6 @@
-"""Calls of `flex_attention`: what their score function and their block mask compute, read from the graphs of both.
+"""Read calls of `flex_attention`: their score function and their block mask, from the graphs of both functions.
 
-`tatten.passes.flex_mask` makes one mask of what is found.
+`tatten.passes.flex_mask` turns the result into one mask.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tatten.passes.symbolic import (
     value_of,
 )
 
-POSITIONS = 4  # a mask function takes batch, head, query and key; then tensors and numbers that it captured
+POSITIONS = 4  # a mask function takes batch, head, query and key, then the tensors and numbers that it captured
 POINTWISE = {
     *("add", "sub", "mul", "truediv", "div", "floordiv", "floor_divide", "mod", "remainder", "fmod", "neg", "abs"),
     *("and_", "or_", "xor", "invert", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "rshift", "lshift"),
@@ -39,7 +39,7 @@ POINTWISE = {
 }
 CONSTANTS = {"new_ones", "new_zeros", "new_full", "ones", "zeros", "full"}
 INDEXING = {"getitem", "index"}
-NO_BLOCKS = 1 << 30  # the block size of the mask that `flex_attention` makes where it is given none
+NO_BLOCKS = 1 << 30  # the block size of the mask that `flex_attention` makes if it gets none
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class FlexBlockList:
     """The blocks of keys that each block of queries attends to.
 
     Attributes:
-        counts: int32 `[batch or 1, heads or 1, q_blocks]`, how many blocks of each row of `indices` count.
+        counts: int32 `[batch or 1, heads or 1, q_blocks]`, the number of blocks of each row of `indices` that count.
         indices: int32 `[batch or 1, heads or 1, q_blocks, any]`.
     """
 
@@ -57,17 +57,17 @@ class FlexBlockList:
 
 @dataclass(frozen=True)
 class FlexBlockMask:
-    """The keys that a block mask leaves: all keys of full blocks, and a function's choice of the keys of other blocks.
+    """The keys that a block mask leaves: all keys of full blocks, and in other blocks the keys that a function chooses.
 
     Attributes:
-        leaves: the function's body, a graph over scalars; None if it leaves all keys.
-        captured: the values that the body reads beside positions, numbers and plain tensors.
-        partial: the blocks that the function is asked about; None for all.
+        mask_mod: the body of the mask function, a graph over scalars; None if it leaves all keys.
+        captured: the values that the body reads besides positions: numbers and plain tensors.
+        partial: the blocks to which the function applies; None for all.
         full: the blocks of which all keys are left; None without any.
-        q_block, kv_block: queries and keys of a block.
+        q_block, kv_block: number of queries and of keys of a block.
     """
 
-    leaves: GraphModule | None
+    mask_mod: GraphModule | None
     captured: tuple[Any, ...]
     partial: FlexBlockList | None
     full: FlexBlockList | None
@@ -80,17 +80,18 @@ def is_flex(node: Node) -> bool:
 
 
 def find_flex(graph: Graph) -> list[Node]:
-    """All calls of `flex_attention` in a graph, in order."""
+    """Return all calls of `flex_attention` in a graph, in order."""
     return [node for node in graph.nodes if is_flex(node)]
 
 
 def read_flex(node: Node, drafts: Drafts) -> tuple[SdpaCall, FlexBlockMask | None] | Decline:
-    """Read a call of `flex_attention` as one of SDPA, and what its block mask leaves; None if that is all.
+    """Read a call of `flex_attention` as a call of SDPA.
 
-    Changes nothing. The result is the reason why no op of tatten computes this, if none does.
+    Returns:
+        The call and its block mask, which is None if it leaves all keys; or the reason why no op of tatten computes it.
     """
     if len(node.args) != 9 or node.kwargs:
-        return _left("its arguments are not those that are known")
+        return _decline("its arguments are not those that are known")
     query, key, value, score_mod, blocks, scale, options, score_captured, mask_captured = node.args
     decline = _check_arguments(node) or _check_kernel(options)
     if decline is not None:
@@ -101,7 +102,7 @@ def read_flex(node: Node, drafts: Drafts) -> tuple[SdpaCall, FlexBlockMask | Non
     out, log_sums, path = results
     bodies = [_body_of(x) for x in (score_mod, blocks[-1])]  # type: ignore[index]
     if bodies[0] is None or bodies[1] is None:
-        return _left("its functions are not part of the graph")
+        return _decline("its functions are not part of the graph")
     softcap = _softcap(bodies[0].graph, score_captured)  # type: ignore[arg-type]
     if isinstance(softcap, Decline):
         return softcap
@@ -129,35 +130,35 @@ def read_flex(node: Node, drafts: Drafts) -> tuple[SdpaCall, FlexBlockMask | Non
 
 
 def _form(softcap: float | None, mask: FlexBlockMask | None) -> str:
-    """How attention was written, for the report."""
+    """Describe how attention was written, for the report."""
     parts = [] if softcap is None else [f"soft cap of {softcap:g}"]
     if mask is not None:
-        parts += ["mask function"] * (mask.leaves is not None) + ["blocks"] * (mask.partial is not None)
+        parts += ["mask function"] * (mask.mask_mod is not None) + ["blocks"] * (mask.partial is not None)
     return f"flex_attention ({', '.join(parts)})" if parts else "flex_attention"
 
 
-def _left(detail: str) -> Decline:
+def _decline(detail: str) -> Decline:
     return Decline(Reason.FLEX_ATTENTION, f"a call to flex_attention: {detail}")
 
 
 def _check_arguments(node: Node) -> Decline | None:
-    """Return the reason why tensors and blocks of a call have another form than all that follows takes for granted."""
+    """Return the reason why tensors or blocks of a call have another form than the code below assumes, or None."""
     for name, x in zip(("query", "key", "value"), node.args, strict=False):
         tensor = tensor_of(x)
         if not isinstance(tensor, FakeTensor) or tensor.dim() != 4:
             shown = "no tensor of the graph" if tensor is None else f"a {type(tensor).__name__} of {tensor.dim()} dims"
-            return _left(f"its {name} is {shown}, not a plain tensor of 4")
+            return _decline(f"its {name} is {shown}, not a plain tensor of 4")
     blocks = node.args[4]
     if not isinstance(blocks, tuple | list) or len(blocks) < 9:
-        return _left("its block mask has another form than the one that is known")
+        return _decline("its block mask has another form than the one that is known")
     return None
 
 
 def _check_kernel(options: Any) -> Decline | None:
-    """Return the reason why a kernel was chosen that isn't to be replaced, or None."""
+    """Return the reason if the options choose a kernel that must not be replaced, or None."""
     if "BACKEND" not in options:
-        return _left("its options don't say which kernel is wanted")
-    return _left("its options choose the kernel of FlashAttention") if options["BACKEND"] == "FLASH" else None
+        return _decline("its options don't say which kernel is wanted")
+    return _decline("its options choose the kernel of FlashAttention") if options["BACKEND"] == "FLASH" else None
 
 
 def _body_of(function: Any) -> GraphModule | None:
@@ -169,24 +170,28 @@ def _body_of(function: Any) -> GraphModule | None:
 
 
 def _results(node: Node) -> tuple[Node, tuple[Node, ...], tuple[Node, ...]] | Decline:
-    """The output, the lse, and the nodes that take both from the tuple. The op's own lse is to base 2."""
-    taken: dict[Any, list[Node]] = {0: [], 1: []}
+    """Return the output, the lse, and the nodes that take both from the tuple.
+
+    The op returns the lse to base 2, and the program multiplies it by ln(2).
+    """
+    items: dict[Any, list[Node]] = {0: [], 1: []}
     for user in node.users:
         if op_name(user) != "getitem":
-            return _left(f"`{user}` uses its results as one")
-        if user.args[1] not in taken:
-            return _left("its largest scores are used")
-        taken[user.args[1]].append(user)
-    if len(taken[0]) != 1:
-        return _left(f"{len(taken[0])} nodes take its output, where one is known how to be replaced")
-    log_sums = [user for lse in taken[1] for user in lse.users]
+            return _decline(f"`{user}` uses its results as one")
+        if user.args[1] not in items:
+            return _decline("its largest scores are used")
+        items[user.args[1]].append(user)
+    outs, lses = items[0], items[1]
+    if len(outs) != 1:
+        return _decline(f"{len(outs)} nodes take its output, where one is known how to be replaced")
+    log_sums = [user for lse in lses for user in lse.users]
     if any(op_name(x) != "mul" or math.log(2.0) not in x.args for x in log_sums):
-        return _left("its lse is used in a way that is not known")
-    return taken[0][0], tuple(log_sums), (taken[0][0], *taken[1])
+        return _decline("its lse is used in a way that is not known")
+    return outs[0], tuple(log_sums), (outs[0], *lses)
 
 
 def _softcap(scores: Graph, captured: Sequence[Any]) -> float | Decline | None:
-    """The `c` of a score function `c * tanh(score / c)`; None for one that returns scores as they are."""
+    """Return the `c` of a score function `c * tanh(score / c)`, or None for one that returns scores unchanged."""
     score = next(iter(scores.nodes))
     end = result_of(scores)
     if end is score:
@@ -198,12 +203,12 @@ def _softcap(scores: Graph, captured: Sequence[Any]) -> float | Decline | None:
         if (divides and inner.args == (score, cap)) or _times(inner) == (1 / cap, score):  # type: ignore[union-attr]
             return cap
     if captured:
-        return _left("its score function reads tensors, or numbers that are inputs of the graph")
-    return _left("its score function is neither identity nor `cap * tanh(score / cap)` with one number as `cap`")
+        return _decline("its score function reads tensors, or numbers that are inputs of the graph")
+    return _decline("its score function is neither identity nor `cap * tanh(score / cap)` with one number as `cap`")
 
 
 def _times(node: Any) -> tuple[float, Node | None]:
-    """The number and the node whose product a node is; no node if it is no such product."""
+    """Return the number and the node whose product a node is, or NaN and None if it is no such product."""
     if isinstance(node, Node) and op_name(node) == "mul" and len(node.args) == 2:
         for number, factor in (node.args, node.args[::-1]):
             if isinstance(number, int | float) and isinstance(factor, Node):
@@ -225,12 +230,14 @@ def _read_mask(
     counts, indices, full_counts, full_indices = blocks[2:6]
     q_block, kv_block = blocks[-3:-1]
     if query is None or not isinstance(q_block, int) or not isinstance(kv_block, int):
-        return _left("its block size is not a number")
+        return _decline("its block size is not a number")
     if counts is None or indices is None or (full_counts is None) != (full_indices is None):
-        return _left("its block mask lacks a list of blocks")
+        return _decline("its block mask lacks a list of blocks")
     placeholders = body.graph.find_nodes(op="placeholder")
     if len(placeholders) != POSITIONS + len(captured):
-        return _left(f"its mask function takes {len(placeholders)} arguments, and is given {POSITIONS + len(captured)}")
+        return _decline(
+            f"its mask function takes {len(placeholders)} arguments, and is given {POSITIONS + len(captured)}"
+        )
     lists = [(counts, indices)] + ([] if full_counts is None else [(full_counts, full_indices)])
     decline = (
         _check_body(body.graph)
@@ -240,45 +247,45 @@ def _read_mask(
     if decline is not None:
         return decline
     end = result_of(body.graph)
-    leaves = None if op_name(end) == "new_ones" else body
+    mask_mod = None if op_name(end) == "new_ones" else body
     full = None if full_counts is None else FlexBlockList(full_counts, full_indices)
-    none_given = q_block == kv_block == NO_BLOCKS and [op_name(x) for x in (counts, indices)] == ["ones", "zeros"]
-    partial = None if none_given and full is None else FlexBlockList(counts, indices)
-    if leaves is None and partial is None:
+    no_block_mask = q_block == kv_block == NO_BLOCKS and [op_name(x) for x in (counts, indices)] == ["ones", "zeros"]
+    partial = None if no_block_mask and full is None else FlexBlockList(counts, indices)
+    if mask_mod is None and partial is None:
         return None
-    return FlexBlockMask(leaves, tuple(captured) if leaves else (), partial, full, q_block, kv_block)
+    return FlexBlockMask(mask_mod, tuple(captured) if mask_mod else (), partial, full, q_block, kv_block)
 
 
 def _check_captured(captured: Sequence[Any], query: Tensor) -> Decline | None:
     for x in captured:
         value = value_of(x) if isinstance(x, Node) else x
         if isinstance(value, Tensor) and (not isinstance(value, FakeTensor) or value.device != query.device):
-            return _left(f"its mask reads `{x}`, which is not a plain tensor on {query.device}")
+            return _decline(f"its mask reads `{x}`, which is not a plain tensor on {query.device}")
         if value is None and isinstance(x, Node):
-            return _left(f"its mask reads `{x}`, whose value is unknown")
+            return _decline(f"its mask reads `{x}`, whose value is unknown")
     return None
 
 
 def _check_lists(counts: Any, indices: Any, q_block: int, query: Tensor) -> Decline | None:
-    """Return the reason why lists of blocks are not those of the batch, heads and queries of a call, or None."""
+    """Return the reason why lists of blocks don't fit the batch, heads and queries of a call, or None."""
     for x, rank in ((counts, 3), (indices, 4)):
         tensor = tensor_of(x)
         if tensor is None:
-            return _left(f"its list of blocks `{x}` is not a tensor of the graph")
+            return _decline(f"its list of blocks `{x}` is not a tensor of the graph")
         if tensor.dim() != rank or tensor.dtype not in (torch.int32, torch.int64):
             shown = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
-            return _left(f"its list of blocks `{x}` is {shown}, where integers of {rank} dims are known")
+            return _decline(f"its list of blocks `{x}` is {shown}, where integers of {rank} dims are known")
         fits = (any(known_equal(tensor.shape[dim], size) for size in (1, query.shape[dim])) for dim in (0, 1))
         rows, queries = constant(tensor.shape[2]), query.shape[2]
         if not all(fits) or (rows is not None and not known_at_most(queries, rows * q_block)):
-            return _left(f"its list of blocks `{x}` is {list(tensor.shape)}, its query {list(query.shape)}")
+            return _decline(f"its list of blocks `{x}` is {list(tensor.shape)}, its query {list(query.shape)}")
     return None
 
 
 def _check_body(body: Graph) -> Decline | None:
     """Return the reason why a mask function can't be computed for all positions at once, or None.
 
-    What it computes has to be made of scalars, op by op; tensors of more dims may only be indexed.
+    Each of its ops must compute a scalar from scalars. Tensors of more dims may only be indexed.
     """
     for node in body.nodes:
         if node.op in ("placeholder", "output"):
@@ -288,15 +295,15 @@ def _check_body(body: Graph) -> Decline | None:
         scalars = all(x is None or x.dim() == 0 for x in inputs)
         known = scalars and isinstance(value, Tensor) and value.dim() == 0 and name in POINTWISE | CONSTANTS
         if not known and not (name in INDEXING and _indexes(node)):
-            return _left(f"its mask function calls `{name or node.target}` in a way that is not known")
+            return _decline(f"its mask function calls `{name or node.target}` in a way that is not known")
     result = tensor_of(result_of(body))
     if result is None or result.dim() != 0 or result.dtype != torch.bool:
-        return _left("its mask function does not return one bool")
+        return _decline("its mask function does not return one bool")
     return None
 
 
 def _indexes(node: Node) -> bool:
-    """Return True if a node takes elements, or subtensors along the first dims, at places that are scalars."""
+    """Return True if a node indexes a tensor along its first dims by scalars."""
     base = tensor_of(node.args[0])
     places = places_of(node)
     if base is None or len(places) > base.dim() or node.kwargs:
@@ -311,6 +318,6 @@ def _indexes(node: Node) -> bool:
 
 
 def places_of(node: Node) -> tuple[Any, ...]:
-    """The places at which a node indexes a tensor."""
+    """Return the indices of a node that indexes a tensor, one for each dim."""
     places = node.args[1]
     return tuple(places) if isinstance(places, tuple | list) else (places,)

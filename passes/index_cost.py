@@ -1,4 +1,4 @@
-"""Cost model of an indexer's scores: products of all heads in memory against one pass over the stored keys."""
+"""Cost model of an indexer's scores: the products of all heads in memory, against one pass over the stored keys."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class IndexCost:
     """An estimate of the bytes that scores move, and of the microseconds that a rewrite saves and adds.
 
     Attributes:
-        moved: of keys, of copies of them in a wider dtype, of the products of all heads, and of scores.
-        read: of keys and scores.
+        moved: bytes of keys, of copies of them in a wider dtype, of the products of all heads, and of scores.
+        read: bytes of keys and scores.
         assumed: the numbers that stand for dynamic sizes.
     """
 
@@ -41,11 +41,11 @@ class IndexCost:
 
 
 def index_cost(query: Tensor, key: Tensor, segments: Sequence[Stored] = (), *, widened: bool) -> IndexCost | None:
-    """Estimate the bytes before and after; None if sizes are unknown.
+    """Estimate the bytes before and after a rewrite, or return None if sizes are unknown.
 
     Args:
         query, key: `[batch, q_length, heads, dim]` and `[batch, kv_length, dim]`.
-        segments: what the program concatenates to the keys, and the op reads one by one.
+        segments: the tensors that the program concatenates to the keys, which the op reads one by one.
         widened: whether the program makes a copy of all keys in a wider dtype.
     """
     sizes = Sizes(query.shape[0])
@@ -58,7 +58,7 @@ def index_cost(query: Tensor, key: Tensor, segments: Sequence[Stored] = (), *, w
     copied = 2 * wide * batch * keys * dim if widened else 0
     moved, read = stored + copied + (2 * heads + 1) * scores, stored + scores
     lengths: list[Size] = [key.shape[1]]
-    if segments:  # which are read, and written as one tensor; so are their scores
+    if segments:  # the program also reads the segments and writes the keys; the op concatenates scores
         lengths = [x.size(LENGTH) for x in segments]
         counts = [(sizes.rows(x.size(BATCH)) or batch) * sizes.length(x.size(LENGTH)) for x in segments]
         in_segments = key.element_size() * dim * sum(counts)

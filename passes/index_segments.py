@@ -1,7 +1,7 @@
-"""Index keys that a program concatenates for their scores alone, such as those of a prefix that sequences share.
+"""Index keys that a program concatenates only for their scores, such as those of a shared prefix.
 
-A score depends on its own key, so each segment is scored where it is stored, and the scores are concatenated. The
-queries of all sequences that share a segment are then queries of one sequence.
+A score depends on one key, so each segment is scored where it is stored, and the scores are concatenated. The queries
+of all sequences that share a segment then count as queries of one sequence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class KeySegments:
     """Segments of index keys, in order.
 
     Attributes:
-        stored: each has a row for every sequence, or one for several that follow each other.
+        stored: the segments, each with a row for every sequence, or for every n consecutive sequences.
         batch, q_len: the sizes of the query.
     """
 
@@ -37,7 +37,7 @@ class KeySegments:
 
     def keys(self, insert: Inserter) -> list[Node]:
         """Insert `[rows, kv_length, dim]` of each segment."""
-        return [insert("squeeze", x.as_attention_takes_it(insert), 1) for x in self.stored]
+        return [insert("squeeze", x.as_operand(insert), 1) for x in self.stored]
 
     def sizes(self) -> list[int | Node]:
         """Insert the number of keys of each segment."""
@@ -57,7 +57,10 @@ class KeySegments:
         return insert("flatten", insert("unflatten", scores, 1, (-1, self.q_len)), 0, 1)
 
     def mask_as_rows(self, insert: Inserter, segment: Stored, mask: Node, like: Tensor) -> Node:
-        """Insert the mask of a segment's keys; `like` is that of all keys, `[1 or batch, 1 or q_length, kv_length]`."""
+        """Insert the mask of a segment's keys as rows.
+
+        `like` is the mask of all keys, `[1 or batch, 1 or q_length, kv_length]`.
+        """
         rows = constant(segment.size(BATCH))
         if rows == self.batch or (known_equal(like.shape[0], 1) and known_equal(like.shape[1], 1)):
             return mask
@@ -65,16 +68,16 @@ class KeySegments:
 
 
 def find_key_segments(key: Factor, query: Tensor, place: Node, vanishing: frozenset[Node]) -> KeySegments | None:
-    """Find the segments of keys that are read where they are stored. Changes nothing.
+    """Find the segments of keys that can be read where they are stored.
 
     Args:
         key: the keys of all sequences.
         query: `[batch, q_length, heads, dim]`.
-        place: where the op reads them.
+        place: the node before which the op reads them.
         vanishing: the nodes that nothing uses once the op computes the scores.
 
     Returns:
-        The segments; None where keys are one tensor, in which each sequence has its own, or sizes are dynamic.
+        The segments, or None if keys are one tensor with a row for each sequence, or sizes are dynamic.
     """
     batch, q_len = constant(query.shape[0]), constant(query.shape[1])
     if batch is None or q_len is None:

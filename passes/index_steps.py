@@ -1,4 +1,4 @@
-"""Steps of an indexer's scores that multiply them by numbers or copy them, before relu and after it."""
+"""Steps that multiply an indexer's scores by numbers or copy them, before and after relu."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tatten.passes.views import source_of
 
 @dataclass(frozen=True)
 class ScaleStep:
-    """A step from `source` on: its product with a number, or something that the op doesn't do (`obstacle`).
+    """A step from `source`: a product with a number, or an `obstacle`, which the op can't compute.
 
-    The number is `scale` times `factor`, if there is one: a number that is an input of the graph.
+    The number is `scale`, times `factor` if there is one: a number that is an input of the graph.
     """
 
     source: Node
@@ -30,7 +30,7 @@ class ScaleStep:
 
 @dataclass(frozen=True)
 class ScaleSteps:
-    """All steps between `node` and another one: the product of their scales, the first obstacle and their nodes."""
+    """The steps between two nodes, the last of which is `node`: their nodes, factors and first obstacle."""
 
     node: Node
     path: tuple[Node, ...]
@@ -39,13 +39,13 @@ class ScaleSteps:
     obstacle: str = ""
 
     def after(self, node: Node, step: ScaleStep) -> ScaleSteps:
-        """These steps and one more, with which they end at `node`."""
+        """Return these steps and one more, which ends at `node`."""
         factors = self.factors if step.factor is None else (*self.factors, step.factor)
         return ScaleSteps(node, (*self.path, node), self.scale * step.scale, factors, self.obstacle or step.obstacle)
 
 
 def is_relu(node: Node) -> bool:
-    """Return True if a node is relu, in place or not, or a clamp to numbers of 0 and more."""
+    """Return True if a node is relu, in place or not, or a clamp with `min=0` and no `max`."""
     name = op_name(node).removesuffix("_")
     if name in ("clamp", "clip", "clamp_min"):
         return number_of(argument(node, 1, "min"), node) == 0 and argument(node, 2, "max") is None
@@ -53,7 +53,7 @@ def is_relu(node: Node) -> bool:
 
 
 def steps_back(relu: Node) -> ScaleSteps | None:
-    """Find the product that a relu gets, and the steps to it; None where it gets something else."""
+    """Return the steps between a relu and the product that it reads, or None if it reads something else."""
     source = source_of(relu)
     steps = None if source is None else ScaleSteps(source, (source,))
     while steps is not None and product_of(steps.node) is None:
@@ -63,7 +63,7 @@ def steps_back(relu: Node) -> ScaleSteps | None:
 
 
 def step_at(node: Node) -> ScaleStep | None:
-    """The step that a node is, if it is one."""
+    """Return the step that a node computes, or None."""
     name, tensor, scaled = op_name(node), tensor_of(node), factor_of(node)
     if scaled is not None:
         return ScaleStep(*scaled)
@@ -88,7 +88,7 @@ def step_at(node: Node) -> ScaleStep | None:
 
 
 def next_step(node: Node) -> tuple[Node, ScaleStep] | None:
-    """The first user of a node that is a step from it, and that step; after relu, only numbers above 0 are scales."""
+    """Return the first user of a node after relu that is a step, and the step. A scale must be above 0."""
     for user in sorted(node.users):
         step = step_at(user)
         if step is not None and step.source is node:
@@ -98,6 +98,6 @@ def next_step(node: Node) -> tuple[Node, ScaleStep] | None:
 
 
 def only_reader(node: Node) -> Node | None:
-    """The one user that reads values of a node; None where there are none, or several."""
-    found = [user for user in node.users if reads_values(user, node)]
-    return found[0] if len(found) == 1 else None
+    """Return the only user that reads values of a node, or None if there are none or several."""
+    value_readers = [user for user in node.users if reads_values(user, node)]
+    return value_readers[0] if len(value_readers) == 1 else None

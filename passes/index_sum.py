@@ -1,4 +1,4 @@
-"""The sum over index heads, weighted for each query, and what a program does to the sums before it picks keys."""
+"""The weighted sum over index heads for each query, and the steps from the sums to the scores that pick keys."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Summed:
     """A weighted sum over heads.
 
     Attributes:
-        steps: from relu to what is summed, `steps.node`.
+        steps: the steps from relu to the summed tensor, `steps.node`.
         node: the sum.
-        parts: what each dim of the summed tensor counts.
-        weights, of_weights: the weights, and what each of their dims counts.
-        dim: the dim of size 1 that `node` has in place of heads; None where it has none.
-        path: the nodes between.
+        parts: the part that each dim of the summed tensor counts.
+        weights, weight_parts: the weights, and the part that each of their dims counts.
+        dim: the dim of size 1 that `node` has in place of heads; None if it has none.
+        path: the nodes between the summed tensor and the sum.
     """
 
     steps: ScaleSteps
     node: Node
     parts: tuple[Part, ...]
     weights: Node
-    of_weights: tuple[Part, ...]
+    weight_parts: tuple[Part, ...]
     dim: int | None
     path: tuple[Node, ...] = ()
 
@@ -53,14 +53,14 @@ class Summed:
 
 @dataclass(frozen=True)
 class Masked:
-    """The scores that keys are picked by.
+    """The scores by which keys are picked.
 
     Attributes:
-        node: the last node of them.
-        scale: what multiplies the sum.
+        node: the last node of the scores.
+        scale: the factor of the sum.
         dim: as in `Summed`.
         path: the nodes from the sum to the one before `node`.
-        mask: a mask as the op takes it; None without any.
+        mask: the mask as the op takes it; None without a mask.
         inverted: whether the op gets the mask inverted.
     """
 
@@ -73,13 +73,13 @@ class Masked:
 
 
 def find_sum(relu: Node) -> Summed | None:
-    """Find the weighted sum over heads that a relu leads to, if it leads to one."""
+    """Find the weighted sum over heads that a relu leads to, or return None."""
     steps = ScaleSteps(relu, (relu,))
     while True:
         for user in sorted(steps.node.users):
-            found = _matmul(steps, user) or _times(steps, user) or _einsum(steps, user)
-            if found is not None:
-                return found
+            summed = _matmul(steps, user) or _times(steps, user) or _einsum(steps, user)
+            if summed is not None:
+                return summed
         following = next_step(steps.node)
         if following is None or rank_of(steps.node) != 4:
             return None
@@ -88,7 +88,7 @@ def find_sum(relu: Node) -> Summed | None:
 
 
 def _matmul(steps: ScaleSteps, user: Node) -> Summed | None:
-    """`weights[..., None, :] @ scores`."""
+    """Read a sum `weights[..., None, :] @ scores`."""
     if op_name(user) not in MATMULS or argument(user, 1, "other") is not steps.node:
         return None
     weights = argument(user, 0, "input", user.kwargs.get("self"))
@@ -99,14 +99,14 @@ def _matmul(steps: ScaleSteps, user: Node) -> Summed | None:
 
 
 def _times(steps: ScaleSteps, user: Node) -> Summed | None:
-    """`(scores * weights[..., None]).sum(heads)`, where heads are before queries or behind them."""
+    """Read a sum `(scores * weights[..., None]).sum(heads)`, with heads before or after queries."""
     if op_name(user).removesuffix("_") not in TIMES:
         return None
     operands = argument(user, 0, "input"), argument(user, 1, "other")
     weights = operands[0] if operands[1] is steps.node else operands[1]
-    tensor, reader = tensor_of(weights), _summing(user)
-    scored = sum(x is steps.node for x in operands)  # twice where they are squared; not at all where they are `out`
-    if scored != 1 or tensor is None or tensor.dim() != 4 or rank_of(steps.node) != 4 or reader is None:
+    tensor, reader = tensor_of(weights), _sum_of(user)
+    times_read = sum(x is steps.node for x in operands)  # twice if they are squared; not at all if they are `out`
+    if times_read != 1 or tensor is None or tensor.dim() != 4 or rank_of(steps.node) != 4 or reader is None:
         return None
     dim = argument(reader, 1, "dim")
     dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
@@ -117,13 +117,13 @@ def _times(steps: ScaleSteps, user: Node) -> Summed | None:
     return Summed(steps, reader, parts, weights, parts, dim if argument(reader, 2, "keepdim", False) else None, (user,))
 
 
-def _summing(products: Node) -> Node | None:
-    """The `sum` among the users of weighted products."""
+def _sum_of(products: Node) -> Node | None:
+    """Return the first user of weighted products that is their `sum`, or None."""
     return next((x for x in sorted(products.users) if op_name(x) == "sum" and x.args[0] is products), None)
 
 
 def _einsum(steps: ScaleSteps, user: Node) -> Summed | None:
-    """An einsum of scores and weights in any order of their dims."""
+    """Read an einsum of scores and weights, with dims in any order."""
     if op_name(user) != "einsum":
         return None
     equation, factors = spelled_out(user)
@@ -132,37 +132,37 @@ def _einsum(steps: ScaleSteps, user: Node) -> Summed | None:
     scores = letters.pop(steps.node, "")
     if len(letters) != 1 or len({*scores}) != 4 or len({*out}) != 3 or out[2] != scores[3]:
         return None
-    ((weights, of_weights),) = letters.items()
+    ((weights, weight_letters),) = letters.items()
     (heads,) = {*scores} - {*out} if {*out} < {*scores} else {""}
-    if not heads or not {*of_weights} <= {*scores[:3]} or len({*of_weights}) != len(of_weights):
+    if not heads or not {*weight_letters} <= {*scores[:3]} or len({*weight_letters}) != len(weight_letters):
         return None
     part_of = {out[0]: OF_BATCH, out[1]: OF_QUERIES, heads: OF_HEADS, out[2]: OF_LENGTH}
-    of_scores, of_factor = (tuple(part_of[x] for x in text) for text in (scores, of_weights))
-    return Summed(steps, user, of_scores, weights, of_factor, None)
+    parts_of_scores, parts_of_weights = (tuple(part_of[x] for x in text) for text in (scores, weight_letters))
+    return Summed(steps, user, parts_of_scores, weights, parts_of_weights, None)
 
 
 def find_mask(summed: Summed) -> Masked:
-    """Follow a weighted sum to the mask that it gets, as far as nothing but one node reads each step."""
-    here, scale, dim, path = summed.node, 1.0, summed.dim, list[Node]()
+    """Follow a weighted sum to its mask, as long as each node has only one reader."""
+    node, scale, dim, path = summed.node, 1.0, summed.dim, list[Node]()
     sizes = summed.sizes
-    while (reader := only_reader(here)) is not None:
-        following = next_step(here)
-        if dim is not None and _drops(reader, here, [sizes[x] for x in SCORES]):
+    while (reader := only_reader(node)) is not None:
+        following = next_step(node)
+        if dim is not None and _drops(reader, node, [sizes[x] for x in SCORES]):
             dim = None
         elif following is not None and following[1].factor is None and not following[1].obstacle:
             scale *= following[1].scale
         else:
             break
-        path.append(here)
-        here = reader
-    mask = None if reader is None or dim is not None else _mask_of(reader, here, sizes)
+        path.append(node)
+        node = reader
+    mask = None if reader is None or dim is not None else _mask_of(reader, node, sizes)
     if reader is None or mask is None:
-        return Masked(here, scale, dim, tuple(path))
-    return Masked(reader, scale, None, (*path, here), *mask)
+        return Masked(node, scale, dim, tuple(path))
+    return Masked(reader, scale, None, (*path, node), *mask)
 
 
 def _drops(node: Node, source: Node, shape: list[Size]) -> bool:
-    """Return True if a node drops a dim of size 1, and leaves this shape."""
+    """Return True if a node drops a dim of size 1 and has this shape."""
     tensor = tensor_of(node)
     if tensor is None or not node.args or node.args[0] is not source or not known_shape(tensor.shape, shape):
         return False
@@ -173,27 +173,27 @@ def _drops(node: Node, source: Node, shape: list[Size]) -> bool:
 
 
 def _mask_of(node: Node, scores: Node, sizes: dict[Part, Size]) -> tuple[Factor, bool] | None:
-    """The mask that a node applies to scores, and whether the op gets it inverted; None if it is no mask."""
+    """Return the mask that a node applies to scores, and whether the op gets it inverted, or None for another node."""
     before, after = known_tensor(scores), tensor_of(node)
     if after is None or after.dtype != before.dtype or not known_shape(after.shape, before.shape):
         return None
-    if after.requires_grad:  # a bias that is learned
+    if after.requires_grad:  # a learned bias
         return None
-    name, leaves, value = op_name(node), True, None
+    name, true_keeps, value = op_name(node), True, None
     mask: Any = None
     if name.removesuffix("_") == "masked_fill" and argument(node, 0, "input") is scores:
-        mask, value, leaves = argument(node, 1, "mask"), argument(node, 2, "value"), False
+        mask, value, true_keeps = argument(node, 1, "mask"), argument(node, 2, "value"), False
     elif name == "where":
         names = ("input", "condition", "other") if node.op == "call_method" else ("condition", "input", "other")
-        given = {x: argument(node, i, x) for i, x in enumerate(names)}
-        mask, leaves = given["condition"], given["input"] is scores
-        value = given["other"] if leaves else given["input"]
+        arguments = {x: argument(node, i, x) for i, x in enumerate(names)}
+        mask, true_keeps = arguments["condition"], arguments["input"] is scores
+        value = arguments["other"] if true_keeps else arguments["input"]
     elif name in ("add", "iadd", "add_") and node.kwargs.get("alpha", 1) == 1:
         a, b = argument(node, 0, "input"), argument(node, 1, "other")
         return _bias(b if a is scores else a, before.dtype, sizes)
     if not isinstance(mask, Node) or value is scores or number_of(value, node) != -math.inf:
         return None
-    return _bool(mask, leaves, sizes)
+    return _bool(mask, true_keeps, sizes)
 
 
 def _bias(mask: Any, scores: torch.dtype, sizes: dict[Part, Size]) -> tuple[Factor, bool] | None:
@@ -204,14 +204,17 @@ def _bias(mask: Any, scores: torch.dtype, sizes: dict[Part, Size]) -> tuple[Fact
     return None if operand is None else (operand, False)
 
 
-def _bool(mask: Node, leaves: bool, sizes: dict[Part, Size]) -> tuple[Factor, bool] | None:
-    """A mask of which True leaves a key, or removes it. Before `~`, it is the other kind."""
+def _bool(mask: Node, true_keeps: bool, sizes: dict[Part, Size]) -> tuple[Factor, bool] | None:
+    """Return a bool mask, before `~` if it is inverted, and whether the op gets it inverted, or None.
+
+    `true_keeps` tells whether True in `mask` keeps a key or removes it.
+    """
     tensor, path = tensor_of(mask), tuple[Node, ...]()
     if tensor is None or tensor.dtype != torch.bool:
         return None
     source = mask.args[0] if op_name(mask) in INVERTS and not writes(mask) else None
     before = tensor_of(source)
     if isinstance(source, Node) and before is not None and before.dtype == torch.bool:
-        mask, leaves, path = source, not leaves, (mask,)
+        mask, true_keeps, path = source, not true_keeps, (mask,)
     operand = mask_operand(mask, sizes)
-    return None if operand is None else (Factor(operand.node, operand.views, path), not leaves)
+    return None if operand is None else (Factor(operand.node, operand.views, path), not true_keeps)

@@ -1,4 +1,4 @@
-"""Inserts the indices of the keys that a call selects, of each segment of keys: once for layers that share them."""
+"""Insert the indices of the keys that a call selects, for each segment of keys, once for layers that share them."""
 
 from __future__ import annotations
 
@@ -24,39 +24,45 @@ Numbers = Callable[[], tuple[int | Node, ...]]
 
 
 def insert_indices(call: SdpaCall, segments: Segments, drafts: Drafts) -> list[dict[str, Any]]:
-    """The arguments of an op that name the keys that it reads, for each segment; empty if it reads all of them."""
+    """Insert the indices of the keys that an op reads.
+
+    Returns:
+        The op's arguments for each segment; empty if it reads all keys.
+    """
     picks = call.picks
     if picks is None or picks.names_all:
         return [{} for _ in segments]
-    draft, indices, block = Drafting(drafts, call.shown), picks.indices, picks.block
+    draft, indices, block = Drafting(drafts, call.source_node), picks.indices, picks.block
     kv_heads = constant(segments[0].size(HEADS)) or 1
     if picks.heads not in (1, kv_heads):
         indices = draft("repeat_interleave", indices, kv_heads // picks.heads, 1)
     shares = None if call.shares is None else call.shares[0]
-    whole = segments if shares is None else [x.segment for x in shares]
-    inserted = _Inserted(call, drafts)
+    full = segments if shares is None else [x.segment for x in shares]
+    insert = _IndexInserter(call, drafts)
     node = drafts.insert(draft.cast(indices, torch.int32), call.node)
     if not picks.distinct:
-        node = inserted.distinct(node, block, whole)
-    if block > 1 and (shares is not None or not all(_in_full_blocks(whole[:i], block) for i in range(len(whole)))):
-        keys = inserted.keys(node, block, whole)
+        node = insert.distinct(node, block, full)
+    if block > 1 and (shares is not None or not all(_in_full_blocks(full[:i], block) for i in range(len(full)))):
+        keys = insert.keys(node, block, full)
         node, block = drafts.insert(draft.cast(keys, torch.int32), call.node), 1
-    nodes = [inserted.behind(node, block, whole[:i]) for i in range(len(whole))]
+    nodes = [insert.counted_after(node, block, full[:i]) for i in range(len(full))]
     if shares is not None:
         nodes = [drafts.insert(x.indices(draft, n), call.node) for x, n in zip(shares, nodes, strict=True)]
-    arguments = {"index_block": block, "rest_bias": picks.rest_bias}
+    options = {"index_block": block, "rest_bias": picks.rest_bias}
     defaults = {"index_block": 1, "rest_bias": None}
-    others = {name: x for name, x in arguments.items() if x != defaults[name]}
-    return [{"indices": x, **others} for x in nodes]
+    options = {name: x for name, x in options.items() if x != defaults[name]}
+    return [{"indices": x, **options} for x in nodes]
 
 
-class _Inserted:
-    """Functions of indices of keys, or of blocks of them, and of the lengths of segments, before one call."""
+class _IndexInserter:
+    """Inserts functions of indices of keys, or of blocks of keys, and of the lengths of segments, before one call."""
 
     def __init__(self, call: SdpaCall, drafts: Drafts) -> None:
         self._call, self._drafts = call, drafts
 
     def distinct(self, indices: Node, block: int, segments: Segments) -> Node:
+        """Insert the indices without duplicates."""
+
         def numbers() -> tuple[int | Node]:
             size = _total(segments)
             if isinstance(size, int):
@@ -66,11 +72,11 @@ class _Inserted:
         return self._once(without_duplicates, indices, block, segments, numbers)
 
     def keys(self, blocks: Node, block: int, segments: Segments) -> Node:
-        """Each key of the blocks that are named."""
+        """Insert the indices of all keys of the blocks."""
         return self._once(key_indices, blocks, block, segments, lambda: (_total(segments), block))
 
-    def behind(self, indices: Node, block: int, before: Segments) -> Node:
-        """The indices as those of the segment behind others, whose keys are full blocks."""
+    def counted_after(self, indices: Node, block: int, before: Segments) -> Node:
+        """Insert the indices, counted from the end of the segments `before`, whose keys are full blocks."""
 
         def numbers() -> tuple[int | Node]:
             size = _total(before)
@@ -84,12 +90,12 @@ class _Inserted:
         tensor = known_tensor(indices)
 
         def insert() -> Node:
-            others = numbers()
-            node = self._call.node.graph.call_function(function, (indices, *others))
+            sizes = numbers()
+            node = self._call.node.graph.call_function(function, (indices, *sizes))
             assert isinstance(tensor, FakeTensor)
             with tensor.fake_mode:
-                example = function(tensor, *map(_value, others))
-            node.meta.update(self._call.shown.meta, example_value=example)
+                example = function(tensor, *map(_value, sizes))
+            node.meta.update(self._call.source_node.meta, example_value=example)
             return node
 
         lengths = ",".join(str(x.size(LENGTH)) for x in segments)
@@ -103,7 +109,7 @@ def _in_full_blocks(segments: Segments, block: int) -> bool:
 
 
 def _total(segments: Segments) -> int | Node:
-    """The number of keys of several segments as an argument of an op."""
+    """Return the number of keys of several segments, as an argument of an op."""
     total: int | Node = 0
     for size in (size_of(x, LENGTH) for x in segments):
         if isinstance(total, Node):

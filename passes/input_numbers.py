@@ -1,7 +1,7 @@
 """Attention written out with numbers that are inputs of the graph, such as float attributes under `dynamic=True`.
 
-A scale may stay an input: it multiplies the queries instead, as the factor of a bias multiplies the bias. A soft cap is
-an argument of the op, and has to be known.
+A scale may stay an input: it then multiplies the queries, as the factor of a bias multiplies the bias. A soft cap is an
+argument of the op, and has to be known.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from tatten.passes.reasons import Decline, Reason
 from tatten.passes.symbolic import guard_between, guard_number, integers_in, known_tensor, value_of
 from tatten.passes.written_out import WrittenOut, read_written_out
 
-# The least and the largest factor of queries. float16 keeps all bits of 1e-2 times the least; other dtypes hold queries
-# times two factors. Any other number is guarded to stay the same, and each one captures a graph.
+# The least and the largest factor of queries. float16 keeps all bits of 1e-2 times the least; other dtypes can hold
+# queries times two factors. A number out of range is guarded to stay the same, so that each value captures a graph.
 RANGE_IN_FLOAT16 = 2.0**-7, 1.0
 RANGE = 2.0**-32, 2.0**32
 
 
 def settle_numbers(attention: WrittenOut, may_guard: bool, may_fix: bool) -> WrittenOut | Decline:
-    """Return attention whose numbers are known, or may multiply queries in every run of the graph; else a reason.
+    """Return attention whose input numbers are known, or may multiply queries in every run; else the reason.
 
-    Adds guards: that a factor of queries is in a range and, with `may_fix`, that any other number stays the same.
+    Adds guards: a factor of queries is in a range and, with `may_fix`, any other number stays the same.
     """
     scores = attention.scores
     # `baddbmm` ignores a bias times 0, even an infinite one. The range excludes 0.
@@ -35,7 +35,7 @@ def settle_numbers(attention: WrittenOut, may_guard: bool, may_fix: bool) -> Wri
         names = ", ".join(f"`{x}`" for x in numbers)
         return Decline(Reason.SCALE, f"{names} may be another number in each run")
     query, product = known_tensor(attention.query.node), known_tensor(scores.product.node)
-    sized = next((x for x in numbers if _of_sizes(x, query, product)), None)
+    sized = next((x for x in numbers if _depends_on_sizes(x, query, product)), None)
     if sized is not None:
         return Decline(Reason.SCALE, f"`{sized}` depends on a dynamic size or on another integer that is an input")
     # The product of two factors may be too small for float16.
@@ -49,13 +49,13 @@ def settle_numbers(attention: WrittenOut, may_guard: bool, may_fix: bool) -> Wri
     unknown = next((x for x in fixed if not may_fix or not guard_number(x)), None)
     if unknown is not None:
         return Decline(Reason.SCALE, f"`{unknown}` may be another number in each run")
-    again = read_written_out(attention.softmax) if fixed else attention
-    assert again is not None
-    return again
+    settled = read_written_out(attention.softmax) if fixed else attention
+    assert settled is not None
+    return settled
 
 
-def _of_sizes(number: Node, query: Tensor, product: Tensor) -> bool:
-    """Tell whether a guard on a number would fix a size that grows, such as the length of keys; head_dim doesn't."""
+def _depends_on_sizes(number: Node, query: Tensor, product: Tensor) -> bool:
+    """Return True if a guard on a number would fix a size that may grow, such as the length of keys."""
     integers = integers_in(value_of(number))
     in_query, others = ([integers_in(n) for n in shape] for shape in (query.shape, product.shape[-2:]))
     if integers is None or None in in_query or None in others:

@@ -1,4 +1,4 @@
-"""Errors of tatten itself: the graph becomes again as it was, and the report names the error."""
+"""Internal errors of tatten: the graph is restored, and the report names the error."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tatten.passes.findings import Declined, SourceLocation, source_location
 from tatten.passes.reasons import Decline, Reason
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-RAISES = False  # tests set this, so that no test passes because an error became a decline
+RAISES = False  # tests set this: otherwise a test might pass because an error became a decline
 
 T = TypeVar("T")
 
 
 def decline_internal(error: Exception) -> Decline:
-    """Return the reason to leave attention alone after an error of tatten itself: the error, and where it was raised.
+    """Return the reason to leave attention alone after an internal error: its text, and where it was raised.
 
     Raises:
         Exception: `error`, if `RAISES` is set.
@@ -39,7 +39,7 @@ def declined_graph(error: Exception) -> Declined:
 
 
 def or_nothing(find: Callable[[], list[T]], errors: list[Declined]) -> list[T]:
-    """Return `find()`; if it raises an error, append that to `errors` and return an empty list."""
+    """Return `find()`. If it raises an error, append the error to `errors` and return an empty list."""
     try:
         return find()
     except Exception as error:
@@ -48,7 +48,7 @@ def or_nothing(find: Callable[[], list[T]], errors: list[Declined]) -> list[T]:
 
 
 class CallError(Exception):
-    """Raised from an error that may have left a graph half edited.
+    """An error during the edit of a graph for one call, which may have left the graph half edited.
 
     Attributes:
         name: the name of the node that was about to be replaced.
@@ -61,16 +61,16 @@ class CallError(Exception):
 
     @property
     def declined(self) -> Declined:
-        """Return the finding for this call."""
+        """The finding for this call."""
         assert isinstance(self.__cause__, Exception)
         return Declined(self.location, "", decline_internal(self.__cause__))
 
 
 class Snapshot:
-    """The nodes of a graph as they are now, to be restored after an error.
+    """A copy of the nodes of a graph, to restore them after an error.
 
-    Nodes that the graph still has are restored in place, so that references to them stay valid. Erased ones are made
-    anew under their old names.
+    Nodes that are still in the graph are restored in place, so that references to them stay valid. Erased nodes are
+    created again under their old names.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -80,29 +80,29 @@ class Snapshot:
         ]
 
     def restore(self) -> None:
-        """Give the graph the nodes, arguments, users and metas of the snapshot."""
-        graph, now = self._graph, dict[Node, Node]()
+        """Give the graph the nodes, arguments, users and metadata of the snapshot."""
+        graph, restored = self._graph, dict[Node, Node]()
         before = {x[0] for x in self._nodes}
         for node in graph.nodes:
             node.args, node.kwargs = (), {}
-        there = set(graph.nodes)
-        for node in there - before:
+        remaining = set(graph.nodes)
+        for node in remaining - before:
             graph.erase_node(node)
         previous: Node | None = None
         for old, name, op, target, _, _, type_expr, *_ in self._nodes:
             node = old
-            if old not in there:
+            if old not in remaining:
                 place = graph.inserting_before() if previous is None else graph.inserting_after(previous)
                 with place:
                     node = graph.create_node(op, target, (), {}, name, type_expr)
-                node.name = name  # the graph takes names only once
-            now[old] = previous = node
+                node.name = name  # `create_node` changes a name that was used before
+            restored[old] = previous = node
         for old, _, _, _, args, kwargs, _, meta, _ in self._nodes:
-            node = now[old]
-            node.args, node.kwargs = map_arg(args, now.__getitem__), map_arg(kwargs, now.__getitem__)
+            node = restored[old]
+            node.args, node.kwargs = map_arg(args, restored.__getitem__), map_arg(kwargs, restored.__getitem__)
             node.meta.clear()
             node.meta.update(meta)
         for old, *_, users in self._nodes:
-            reordered = {now[user]: None for user in users}
-            now[old].users.clear()
-            now[old].users.update(reordered)
+            reordered = {restored[user]: None for user in users}
+            restored[old].users.clear()
+            restored[old].users.update(reordered)

@@ -1,4 +1,4 @@
-"""Cost model of latent attention: projecting all latents in every step against reading them as they are."""
+"""Cost model of latent attention: projecting all latents in every step, against attending to the latents."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tatten.passes.picks import Picks
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import hint
 
-CALLS = 3  # of the op and of two products, beyond those that SDPA takes; on a 2-core CPU 270 us were measured
+CALLS = 3  # more calls than SDPA takes: the op and two products; 270 us were measured on a 2-core CPU
 
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes that are moved and floating-point operations that are done in a step."""
+    """The bytes that a step moves, and its floating-point operations."""
 
     bytes: int
     flops: int
@@ -28,9 +28,9 @@ class Work:
 
 @dataclass(frozen=True)
 class LatentCost:
-    """An estimate of the work of attention over projected keys and values, and of that over latents.
+    """An estimate of the work of attention over projected keys and values, and of attention over latents.
 
-    Each tensor that is made on the way is written once and read once. No mask is counted on.
+    Each intermediate tensor counts as written once and read once. No key counts as masked.
     """
 
     projected: Work
@@ -53,10 +53,10 @@ class LatentCost:
 def latent_cost(
     query: Tensor, latent: Stored, nope: int, rope: int, value: int, picks: Picks | None = None
 ) -> LatentCost | None:
-    """Estimate the work before and after; None if sizes are unknown.
+    """Estimate the work before and after a rewrite, or return None if sizes are unknown.
 
-    A key has `nope` columns that are projected for each head and `rope` columns that heads share. All keys are
-    projected, while attention to latents reads those of `picks` alone.
+    A key has `nope` columns that are projected for each head and `rope` columns that heads share. The program projects
+    all keys, while attention to latents reads only those of `picks`.
     """
     sizes = Sizes(query.shape[BATCH])
     batch, kv_len, rank = sizes.sequences, sizes.length(latent.size(LENGTH)), hint(latent.size(HEAD_DIM))
@@ -66,14 +66,14 @@ def latent_cost(
     weight, latents = heads * rank * (nope + value), batch * kv_len * (rank + rope)
     scores = batch * heads * q_len * kv_len
     keys_and_values = batch * kv_len * heads * (nope + value)
-    assembled = batch * kv_len * heads * (2 * nope + rope)  # a head's own part is read, and all columns written
+    assembled = batch * kv_len * heads * (2 * nope + rope)  # to join keys, read the heads' parts, write all columns
     read = batch * kv_len * heads * (nope + rope + value)
     size = query.element_size()
     projected = Work(
         size * (latents + weight + keys_and_values + assembled + read),
         2 * batch * kv_len * weight + 2 * scores * (nope + rope + value),
     )
-    by_one, by_all = (kv_len, kv_len) if picks is None else (picks.read_of(kv_len, n) for n in (1, q_len))
+    by_one, by_all = (kv_len, kv_len) if picks is None else (picks.keys_read(kv_len, n) for n in (1, q_len))
     absorbed = Work(
         size * (batch * by_all * (rank + rope) + weight),
         2 * batch * q_len * weight + 2 * batch * heads * q_len * by_one * (2 * rank + rope),

@@ -1,4 +1,4 @@
-"""The latent pass finds: SDPA over keys and values that one projection makes of latents in every step.
+"""Find matches of the latent pass: SDPA over keys and values that a projection makes of latents in every step.
 
 With keys `[c W_uk, rope]` and values `c W_uv` in each head, scores are `(q W_uk) c + q_rope rope` and the output is
 `(softmax c) W_uv`: attention can read the latents `c`, which all heads share, and nothing has to be projected.
@@ -26,60 +26,62 @@ from tatten.passes.sdpa import SdpaCall
 from tatten.passes.segments import find_segments
 from tatten.passes.stored import Stored, peel_heads, stored_at
 from tatten.passes.symbolic import FakeTensor, constant, known_different, known_equal, known_tensor, tensor_of
-from tatten.passes.views import Walk, begin
+from tatten.passes.views import Walk, begin_walk
 
 
 @dataclass(frozen=True)
 class LatentSegment:
-    """Latents as they are stored, and what all heads' keys have in common there, if there is such a thing."""
+    """A segment of stored latents, and of the part of the keys that all heads share, or None."""
 
     latent: Stored
     rope: Stored | None
 
 
 def shared_segments(latent: Walk, rope: Walk | None, call: Node) -> tuple[LatentSegment, ...]:
-    """The segments of latents and of rope; none if no sequences share latents, or if the two are not cut alike.
+    """Return the segments of latents and of rope.
 
-    Empty ones, such as what was not generated yet, are left out.
+    There are none if no sequences share latents, or if the two have different cuts. Empty segments, such as tokens that
+    were not generated yet, are left out.
 
     Args:
-        latent: from what keys and values are projected from.
-        rope: from the part of the keys that heads share, as it is copied into them.
-        call: the attention; what was concatenated may not be written before it.
+        latent: a walk from the tensor that keys and values are projected from.
+        rope: a walk from the part of the keys that heads share, as it is copied into the keys.
+        call: the attention, before which the segments must not be written.
     """
-    latents = _with_keys(latent)
-    ropes: Sequence[Stored | None] = [None] * len(latents) if rope is None else _with_keys(rope)
+    latents = _non_empty_segments(latent)
+    ropes: Sequence[Stored | None] = [None] * len(latents) if rope is None else _non_empty_segments(rope)
     if not any(x.shared for x in latents) or len(latents) != len(ropes):
         return ()
     segments = tuple(map(LatentSegment, latents, ropes))
-    return segments if all(_can_be_read(x, call) for x in segments) else ()
+    return segments if all(_is_readable(x, call) for x in segments) else ()
 
 
-def _with_keys(start: Walk) -> list[Stored]:
+def _non_empty_segments(start: Walk) -> list[Stored]:
     return [x for x in find_segments(start, rows=False) if not known_equal(x.size(LENGTH), 0)]
 
 
-def _can_be_read(segment: LatentSegment, call: Node) -> bool:
+def _is_readable(segment: LatentSegment, call: Node) -> bool:
     stored = [x for x in (segment.latent, segment.rope) if x is not None]
-    alike = all(known_equal(x.size(role), segment.latent.size(role)) for x in stored for role in (BATCH, LENGTH))
-    alike = alike and known_different(segment.latent.size(LENGTH), 0)
-    return alike and all(x.rows is None and not x.written_before(call) for x in stored)
+    same_sizes = all(known_equal(x.size(role), segment.latent.size(role)) for x in stored for role in (BATCH, LENGTH))
+    has_keys = known_different(segment.latent.size(LENGTH), 0)
+    return same_sizes and has_keys and all(x.rows is None and not x.written_before(call) for x in stored)
 
 
 @dataclass(frozen=True)
 class LatentMatch:
-    """An SDPA call that `tatten::latent_attention` answers.
+    """An SDPA call that `tatten::latent_attention` can compute.
 
     Attributes:
-        latent: what keys and values are projected from.
-        keys: the projection that makes what each head's keys have of their own.
-        columns: those of the keys, and of the query, that this fills.
+        call: the call.
+        latent: the tensor that keys and values are projected from.
+        keys: the projection that makes each head's part of the keys.
+        columns: the columns of keys and query that this part fills.
         values: the projection that makes the values.
-        rope: what all heads' keys have in common, and the columns that it fills; None if there is nothing.
-        path: the nodes between these and SDPA.
-        cost: what a rewrite saves; None if sizes are unknown.
-        segments: those of the latents and their rope, if sequences share some of them.
-        batch_invariant: what the op is asked for.
+        rope: the part of the keys that all heads share, and the columns that it fills; None without one.
+        path: the nodes between these tensors and SDPA.
+        cost: the estimate of what a rewrite saves; None if sizes are unknown.
+        segments: the segments of latents and rope, if sequences share some of them.
+        batch_invariant: whether the op is called with `batch_invariant=True`.
     """
 
     call: SdpaCall
@@ -95,28 +97,27 @@ class LatentMatch:
 
     @property
     def parts(self) -> tuple[LatentSegment, ...]:
-        """The segments that are attended to, each by one call of the op."""
+        """The segments, each of which one call of the op reads."""
         return self.segments or (LatentSegment(self.latent, None if self.rope is None else self.rope[0]),)
 
 
 def match_latents(
     call: SdpaCall, batch_invariant: bool = False, wrapped: tuple[Node, ...] = ()
 ) -> LatentMatch | Decline | None:
-    """Match a call that `check_call` found eligible. Adds no guards and changes nothing.
+    """Match a call that `check_call` found eligible. Adds no guards.
 
     Args:
-        call: the call, or what each rank computes of it.
-        batch_invariant: match whether it pays or not, and latents that sequences share as a copy for each: both are
-            about the batch.
-        wrapped: the nodes that are between keys and values of `call` and those of SDPA.
+        call: the call, or the local part of it that each rank computes.
+        batch_invariant: match even if it doesn't pay, and read shared latents as a copy for each sequence. Otherwise
+            the result would depend on the batch.
+        wrapped: the nodes between keys and values of `call` and those of SDPA.
 
     Returns:
-        A match, None where keys are not put together of a head's own part and one that all heads share, or why such
-        keys are left to the other passes.
+        A match, the reason why keys that are joined of two parts are left to other passes, or None for other keys.
     """
     keys = pieces_of(call.key, call.node)
     match = _match(call, keys, wrapped, batch_invariant)
-    # Attention of a few queries to states that are not cached looks alike: it isn't left for a reason of this pass.
+    # Attention of a few queries to states that are not cached looks the same, but isn't declined by this pass.
     return match if keys.path or isinstance(match, LatentMatch) else None
 
 
@@ -130,10 +131,10 @@ def _match(
             ropes.append((rope, piece))
         else:
             per_head.append((end, piece))
-    values = projection_of(begin(call.value))
+    values = projection_of(begin_walk(call.value))
     if len(per_head) != 1 or len(ropes) > 1:
-        if keys.trouble is not None and ropes:
-            return keys.trouble
+        if keys.obstacle is not None and ropes:
+            return keys.obstacle
         pieces = f"keys are {len(per_head)} pieces that heads have for themselves and {len(ropes)} that they share"
         return Decline(Reason.PIECES, pieces) if ropes and isinstance(values, Projection) else None
     if not all(isinstance(tensor_of(x), FakeTensor) for x in (call.query, call.key, call.value)):
@@ -174,7 +175,7 @@ def _match(
 
 
 def _check_projections(match: LatentMatch) -> Decline | None:
-    """Return the reason why keys and values are not what plain weights make of the same latents, or None."""
+    """Return the reason if keys and values are not projected from the same latents by plain weights, or None."""
     for name, projection in (("keys", match.keys), ("values", match.values)):
         product, weight = projection.product, tensor_of(projection.weight)
         if op_name(product) == "linear" and argument(product, 2, "bias") is not None:
@@ -185,14 +186,14 @@ def _check_projections(match: LatentMatch) -> Decline | None:
             return Decline(Reason.PROJECTION, f"the weight that makes the {name} is a {type(weight).__name__}")
     keys, values = match.keys.latent, match.values.latent
     if not same_latents(keys, values):
-        return Decline(Reason.PROJECTION, f"keys are made of `{keys.here}`, values of `{values.here}`")
+        return Decline(Reason.PROJECTION, f"keys are made of `{keys.node}`, values of `{values.node}`")
     return None
 
 
 def _check_tensors(match: LatentMatch) -> Decline | None:
     """Return the reason why the op does not take these tensors, or None."""
     query, projections = known_tensor(match.call.query), (match.keys, match.values)
-    nodes = [x for p in projections for x in (p.latent.here, p.weight, p.product)]
+    nodes = [x for p in projections for x in (p.latent.node, p.weight, p.product)]
     tensors = [tensor_of(x) for x in (*nodes, *([] if match.rope is None else [match.rope[0].base]))]
     dtypes = {x.dtype for x in (query, *tensors) if x is not None}
     if len(dtypes) != 1:
@@ -220,7 +221,7 @@ def _check_tensors(match: LatentMatch) -> Decline | None:
 
 
 def _check_users(match: LatentMatch) -> Decline | None:
-    """Return the reason if anything but this attention uses what was projected, which then stays; or None."""
+    """Return the reason if anything but this attention uses the projected tensors, or None."""
     shared = () if match.rope is None else match.rope[0].path
     for node in sorted(match.path.difference(shared)):
         for user in node.users:
@@ -230,18 +231,18 @@ def _check_users(match: LatentMatch) -> Decline | None:
 
 
 def _check_writes(match: LatentMatch, keys: Assembly) -> Decline | None:
-    """Return the reason why the op would not read what SDPA does, or None."""
-    if keys.trouble:
-        return keys.trouble
+    """Return the reason if a tensor may be written between the program's read and the op's, or None."""
+    if keys.obstacle:
+        return keys.obstacle
     call = match.call.node
     for projection in (match.keys, match.values):
-        read = [tensor_of(x) for x in (projection.latent.here, projection.weight, *projection.path)]
+        read = [tensor_of(x) for x in (projection.latent.node, projection.weight, *projection.path)]
         writer = written_between([x for x in read if x is not None], min(projection.path), call)
         if writer is not None:
             return Decline(Reason.WRITTEN, f"latents, weight or what is projected is written by `{writer}`")
     if match.rope is not None:
         rope, piece = match.rope
-        source = tensor_of(piece.source.here)
+        source = tensor_of(piece.source.node)
         writer = rope.written_before(call)
         if writer is None and not rope.path and source is not None:
             writer = written_between([source], min(keys.path), call)

@@ -1,4 +1,4 @@
-"""Numbers that a program writes as such, or makes tensors of."""
+"""Numbers that are literals of a program, also as tensors of one number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMES = {"mul", "imul", "multiply", "div", "truediv", "itruediv", "divide", "tru
 
 
 def number_of(x: Any, reader: Node) -> float | None:
-    """The number that `reader` gets, itself or in all elements of a tensor made of one literal; None for others."""
+    """Return the number that `reader` gets, alone or in all elements of a tensor made of one literal, or None."""
     if isinstance(x, int | float):
         return float(x)
     if not isinstance(x, Node):
@@ -45,19 +45,19 @@ def number_of(x: Any, reader: Node) -> float | None:
 
 
 def _holds(dtype: torch.dtype, number: float) -> bool:
-    """Return True if the value that a tensor of this dtype holds for a number is defined."""
+    """Return True if the conversion of a number to this dtype is defined."""
     if dtype.is_floating_point or dtype == torch.bool:
         return True
     return not dtype.is_complex and torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
 
 
 def rounded(number: float, dtype: torch.dtype) -> float:
-    """The number that a tensor of this dtype holds for it; infinite where it is too large."""
+    """Round a number to this dtype. It becomes infinite if it is too large."""
     return float(torch.tensor(number, dtype=dtype).item())
 
 
 def factor_of(node: Node) -> tuple[Node, float] | None:
-    """Return the node and the number whose product a node is; None if it is no such product.
+    """Return the node and the number whose product a node computes, or None if it is no such product.
 
     A division by a number counts as the product with its inverse.
     """

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a segment that this rank attends to, as the segments of a call differ in placement.
+    """The part of a segment that this rank attends to, in a call whose segments differ in placement.
 
     Attributes:
         segment: the segment, a DTensor.
         part: this rank's part of it.
-        chunks: in how many parts the placement cuts the segment along each mesh dim, and the index of this one.
-        stripe: among how many ranks a segment is divided though each of them holds it, and which of them this one is.
+        chunks: for each mesh dim that shards the segment, the number of chunks and this rank's chunk.
+        stripe: the number of ranks that divide a replicated segment among them, and the index of this rank.
     """
 
     segment: Stored
@@ -39,13 +39,13 @@ class Share:
     stripe: tuple[int, int]
 
     def columns(self, draft: Drafting, columns: Node, dim: int) -> Node:
-        """Draft the columns of a mask for this part, given those for the segment."""
+        """Draft the columns of a mask for this part from the columns for the segment."""
         for parts, index in self.chunks:
             columns = chunk(draft, columns, dim, parts, index)
         return stripe(draft, columns, dim, *self.stripe)
 
     def indices(self, draft: Drafting, indices: Node) -> Node:
-        """Draft the indices of keys of this part, given those of keys of the segment, which has a constant length."""
+        """Draft indices of this part's keys from indices of the segment's keys. The segment has a constant length."""
         size = constant(self.segment.size(LENGTH))
         assert size is not None
         for parts, index in self.chunks:
@@ -56,10 +56,10 @@ class Share:
 
 
 def local_input(dtensor: Node) -> Node | None:
-    """The plain tensor of the graph that is the local part of `dtensor`, from `DTensor.from_local`; None without one.
+    """Return the plain tensor from which `DTensor.from_local` made `dtensor`, or None.
 
-    `shape` and `stride` only describe the other ranks. `run_check` may write to the tensor what another rank has;
-    Dynamo does not trace that, and PyTorch 2.11 would not show it.
+    `shape` and `stride` only describe the other ranks. `run_check` may overwrite the tensor by that of another rank.
+    Dynamo does not trace this, and PyTorch 2.11 would not show it.
     """
     if op_name(dtensor) != "from_local" or dtensor.kwargs.get("run_check"):
         return None
@@ -71,41 +71,41 @@ def local_input(dtensor: Node) -> Node | None:
 
 
 def local_mask(drafts: Drafts, mask: Node, sharding: Sharding) -> Node:
-    """Draft the local part of a mask. A replicated mask is cut where the scores are sharded, as by `torch.chunk`."""
+    """Draft the local part of a mask. Mesh dims that shard the scores cut a replicated mask as `torch.chunk` does."""
     tensor: Any = tensor_of(mask)
     node = drafts.local_part(mask)
     assert sharding.mask is not None
-    for mesh_dim, (have, want) in enumerate(zip(tensor.placements, sharding.mask, strict=True)):
-        if have != want:
+    for mesh_dim, (actual, expected) in enumerate(zip(tensor.placements, sharding.mask, strict=True)):
+        if actual != expected:
             parts, index = sharding.mesh.size(mesh_dim), sharding.mesh.get_local_rank(mesh_dim)
-            node = chunk(Drafting(drafts, mask), node, want.dim, parts, index)  # type: ignore[attr-defined]
+            node = chunk(Drafting(drafts, mask), node, expected.dim, parts, index)  # type: ignore[attr-defined]
     return node
 
 
 def chunk(draft: Drafting, node: Node, dim: int, parts: int, index: int) -> Node:
-    """Draft what a DTensor that is sharded over `dim` has on one of its ranks."""
+    """Draft the chunk that one rank has of a DTensor sharded over `dim`."""
     size = known_tensor(node).shape[dim]
     if isinstance(size, int):
         return draft(torch.narrow, node, dim, *_chunk_of(size, parts, index))
-    # Not torch.chunk, which may make less than `parts` of it.
+    # Not torch.chunk, which may return fewer chunks than `parts`.
     size_node = draft("size", node, dim)
-    each_node = draft(operator.floordiv, draft(operator.add, size_node, parts - 1), parts)
-    begin_node = draft(torch.sym_min, draft(operator.mul, each_node, index), size_node)
-    length = draft(torch.sym_min, each_node, draft(operator.sub, size_node, begin_node))
-    return draft(torch.narrow, node, dim, begin_node, length)
+    full_length = draft(operator.floordiv, draft(operator.add, size_node, parts - 1), parts)
+    begin = draft(torch.sym_min, draft(operator.mul, full_length, index), size_node)
+    length = draft(torch.sym_min, full_length, draft(operator.sub, size_node, begin))
+    return draft(torch.narrow, node, dim, begin, length)
 
 
 def _chunk_of(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Where a chunk begins, and its length."""
-    each = ceil_div(size, parts)
-    begin = min(index * each, size)
-    return begin, min(each, size - begin)
+    """Return the begin and the length of a chunk."""
+    full_length = ceil_div(size, parts)
+    begin = min(index * full_length, size)
+    return begin, min(full_length, size - begin)
 
 
 def stripe(draft: Drafting, node: Node, dim: int, parts: int, index: int) -> Node:
-    """Draft a view of every `parts`-th index of a dim, from `index` on; the node itself if that is all of it.
+    """Draft a view of every `parts`-th index of a dim, from `index` on. Return the node itself for one part.
 
-    Unlike chunks, stripes stay even while the first places of a tensor are filled, one after the other.
+    Unlike chunks, stripes stay balanced while a tensor fills from its first index on.
     """
     places = (*[slice(None)] * dim, slice(index, None, parts))
     return node if parts == 1 else draft(operator.getitem, node, places)
@@ -113,7 +113,7 @@ def stripe(draft: Drafting, node: Node, dim: int, parts: int, index: int) -> Nod
 
 @dataclass(frozen=True)
 class FromLocal:
-    """`DTensor.from_local` for one sharding, as a callable: a graph takes no meshes or placements as arguments."""
+    """`DTensor.from_local` for one sharding, as a callable: meshes and placements can't be arguments in a graph."""
 
     sharding: Sharding
     __name__ = "from_local"

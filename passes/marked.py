@@ -1,8 +1,8 @@
-"""Masks that are made of indices: one number everywhere but at the keys that the indices name.
+"""Masks that are made from indices: one number at all keys that no index names.
 
-A model that selects keys fills a tensor with one number and scatters another to its indices. It compares, inverts and
-casts the result, repeats it, and joins it with its other masks. Each step back keeps an upper bound: outside the keys
-that are named there is one number. What there is at these keys is followed too, as far as it is known.
+A model that selects keys fills a tensor with one number and scatters another number to its indices. It compares,
+inverts, casts and repeats the result, and joins it with other masks. Each step back keeps an invariant: the tensor is
+one number at all keys that are not named. Its contents at the named keys are followed as far as they are known.
 """
 
 from __future__ import annotations
@@ -20,27 +20,26 @@ from tatten.passes.drafts import Drafting, Drafts, is_draft, number_at
 from tatten.passes.mutation import written_between
 from tatten.passes.stored import Stored, stored_at
 from tatten.passes.symbolic import known_equal, known_tensor, rank_of, tensor_of
-from tatten.passes.views import begin, way_back
+from tatten.passes.views import begin_walk, walks_back
 
 MAX_DEPTH = 48
 
 
 @dataclass(frozen=True)
 class Marked:
-    """A tensor `[..., rows, keys]` that is one number wherever indices don't name the key.
+    """A tensor `[..., rows, keys]` that is one number at all keys that indices don't name.
 
     Attributes:
-        indices: `[..., rows, picks]`, a node or draft with as many dims; a size of 1 stands for any.
+        indices: `[..., rows, picks]`, a node or draft with the same number of dims; a dim of size 1 broadcasts.
         outside: the number at keys that no index of their row names.
-        inside: what is at the keys that are named: one number, a tensor that has the same there, or None if only the
-            tensor itself tells.
-        block: how many neighbouring keys an index names.
-        repeats: how many neighbouring heads share one head of the indices.
+        inside: the contents at the named keys: one number, a tensor that is equal there, or None if they are unknown.
+        block: number of neighbouring keys that an index names.
+        repeats: number of neighbouring heads that share one head of the indices.
         counts: whether `inside`, which is 1, stands for any integer from 1 on.
         in_range: whether each index is known to name a key.
-        path: the nodes from the one that is filled to the tensor.
-        written: the node that is filled, and the one that scatters into it in place.
-        reads: the nodes that are read in place of the tensor, each with the node that read it.
+        path: the nodes from the filled tensor to this one.
+        written: the filled node and the node that scatters into it in place.
+        reads: the nodes that are read in place of the tensor, each with the node that read it in the program.
     """
 
     indices: Node
@@ -55,7 +54,7 @@ class Marked:
     reads: tuple[tuple[Node, Node], ...] = ()
 
     def after(self, node: Node, *others: Node, **changes: Any) -> Marked:
-        """The same after one step more, `node`, which also reads `others`."""
+        """Return the tensor after one more step, `node`, which also reads `others`."""
         read = tuple((x, node) for x in others)
         return dataclasses.replace(self, path=(*self.path, node), reads=(*self.reads, *read), **changes)
 
@@ -69,7 +68,7 @@ class Reading:
     """
 
     def __init__(self, place: Node, drafts: Drafts, step: Callable[[Reading, Node], Marked | None]) -> None:
-        """Read masks by `step`, which reads a node that is no view of another."""
+        """Make a reading that calls `step` for nodes that are not views."""
         self.place = place
         self.draft = Drafting(drafts, place)
         self._step = step
@@ -77,22 +76,22 @@ class Reading:
         self._read: dict[Node, Marked | None] = {}
 
     def at(self, reader: Node) -> Node:
-        """Where a node reads: a draft is inserted at `place`."""
+        """Return the node at whose place `reader` runs: a draft is inserted at `place`."""
         return self.place if is_draft(reader) else reader
 
     def number(self, x: Any, reader: Node) -> float | None:
-        """The number that `reader` gets; None for others."""
+        """Return the number that `reader` gets, or None for anything else."""
         return number_at(x, reader, self.place)
 
     def read(self, node: Any, reader: Node) -> Marked | None:
-        """Read a tensor as `reader` finds it."""
+        """Read a tensor at the time when `reader` reads it."""
         if not isinstance(node, Node) or not 2 <= rank_of(node) <= 5 or self._depth == MAX_DEPTH:
             return None
         reader = self.at(reader)
         writer = written(node, node, reader)
         if writer is not None:
-            once = argument(writer, 0, "self") is node and not written(node, writer, reader)
-            return self._step(self, writer) if once else None
+            only_write = argument(writer, 0, "self") is node and not written(node, writer, reader)
+            return self._step(self, writer) if only_write else None
         if node not in self._read:
             self._depth += 1
             self._read[node] = self._through_views(node)
@@ -111,7 +110,7 @@ class Reading:
             return None
 
         def view(x: Node) -> Node:
-            return dataclasses.replace(stored, base=x, path=()).as_attention_takes_it(self.draft)
+            return dataclasses.replace(stored, base=x, path=()).as_operand(self.draft)
 
         inside = marked.inside
         if isinstance(inside, Node):
@@ -125,7 +124,7 @@ class Reading:
         )
 
     def operand(self, x: Any, node: Node) -> Marked | None:
-        """Read an operand of a pointwise op, if it has all columns of the result, and rows that may broadcast."""
+        """Read an operand of a pointwise op. It must have all columns of the result; its rows may broadcast."""
         tensor, result = tensor_of(x), known_tensor(node)
         if tensor is None or tensor.dim() != result.dim() or not known_equal(tensor.shape[-1], result.shape[-1]):
             return None
@@ -135,18 +134,18 @@ class Reading:
         return marked
 
     def aligned(self, x: Any, node: Node) -> Node | None:
-        """Another operand of a pointwise op, with as many dims as the result."""
+        """Draft another operand of a pointwise op with as many dims as the result."""
         if not isinstance(x, Node) or not 0 <= rank_of(x) <= rank_of(node):
             return None
         return self.draft.views(x, [("unsqueeze", 0)] * (rank_of(node) - rank_of(x)))
 
 
 def _furthest(node: Node) -> Stored | None:
-    """The tensor before its heads were repeated and dims of size 1 were added; None if it is `node`."""
+    """Return the tensor before its heads were repeated and dims of size 1 were added, or None if it is `node`."""
     if rank_of(node) != 4:
         return None
-    found = [x for walk in way_back(begin(node)) if (x := stored_at(walk)) is not None]
-    last = next((x for x in reversed(found) if not x.shared and x.rows is None and _keeps_keys(x)), None)
+    candidates = [x for walk in walks_back(begin_walk(node)) if (x := stored_at(walk)) is not None]
+    last = next((x for x in reversed(candidates) if not x.shared and x.rows is None and _keeps_keys(x)), None)
     return None if last is None or last.base is node else last
 
 
@@ -155,7 +154,7 @@ def _keeps_keys(stored: Stored) -> bool:
 
 
 def written(node: Node, start: Node, reader: Node) -> Node | None:
-    """The first node after `start` that may write to `node` before `reader` gets it."""
+    """Return the first node after `start` that may write to `node` before `reader` reads it, or None."""
     tensor = tensor_of(node)
     if is_draft(node) or is_draft(reader) or tensor is None:
         return None

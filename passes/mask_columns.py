@@ -1,4 +1,4 @@
-"""Steps from indices to a mask that change its columns: blocks of keys, some of them, others in front of them."""
+"""Steps from indices to a mask that change its columns: they repeat, slice or concatenate them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ SLICES = {"getitem", "slice", "narrow"}
 
 
 def read_in_blocks(reading: Reading, node: Node) -> Marked | None:
-    """Each column several times."""
-    each, dim, source = argument(node, 1, "repeats"), argument(node, 2, "dim"), argument(node, 0, "input")
-    if not isinstance(each, int) or dim not in (-1, rank_of(node) - 1) or each < 1:
+    """Read a `repeat_interleave` of columns."""
+    repeats, dim, source = argument(node, 1, "repeats"), argument(node, 2, "dim"), argument(node, 0, "input")
+    if not isinstance(repeats, int) or dim not in (-1, rank_of(node) - 1) or repeats < 1:
         return None
     marked = reading.read(source, node)
     if marked is None:
         return None
     inside = None if isinstance(marked.inside, Node) else marked.inside
-    return marked.after(node, block=marked.block * each, inside=inside)
+    return marked.after(node, block=marked.block * repeats, inside=inside)
 
 
 def read_sliced(reading: Reading, node: Node) -> Marked | None:
-    """Some columns, each as far from the next one, of all rows."""
+    """Read a slice of columns, with any step, of all rows."""
     source = argument(node, 0, "input")
     before, after = tensor_of(source), known_tensor(node)
     if before is None or before.dim() != after.dim() or not same_storage(before, after):
@@ -33,23 +33,23 @@ def read_sliced(reading: Reading, node: Node) -> Marked | None:
     if not known_shape((*before.shape[:-1], *before.stride()[:-1]), (*after.shape[:-1], *after.stride()[:-1])):
         return None
     skipped = constant(after.storage_offset() - before.storage_offset())
-    stride, each = constant(before.stride(-1)), constant(after.stride(-1))
+    stride, new_stride = constant(before.stride(-1)), constant(after.stride(-1))
     marked = reading.read(source, node)
-    if marked is None or skipped is None or not stride or not each or skipped % stride or each % stride:
+    if marked is None or skipped is None or not stride or not new_stride or skipped % stride or new_stride % stride:
         return None
-    inside, first, step = marked.inside, skipped // stride, each // stride
+    inside, first, step = marked.inside, skipped // stride, new_stride // stride
     in_range = marked.in_range and known_equal(before.shape[-1], after.shape[-1])
     if isinstance(inside, Node):
-        alike = known_shape(known_tensor(inside).shape, before.shape)
-        columns_alone = op_name(node) != "narrow" or argument(node, 1, "dim") in (-1, before.dim() - 1)
-        alike = alike or (columns_alone and known_equal(known_tensor(inside).shape[-1], before.shape[-1]))
-        inside = reading.draft(node.target, inside, *node.args[1:], **node.kwargs) if alike else None
+        can_slice = known_shape(known_tensor(inside).shape, before.shape)
+        only_columns = op_name(node) != "narrow" or argument(node, 1, "dim") in (-1, before.dim() - 1)
+        can_slice = can_slice or (only_columns and known_equal(known_tensor(inside).shape[-1], before.shape[-1]))
+        inside = reading.draft(node.target, inside, *node.args[1:], **node.kwargs) if can_slice else None
     indices, block = _of_columns(reading, marked, source, first, step)
     return marked.after(node, indices=indices, block=block, inside=inside, in_range=in_range)
 
 
 def _of_columns(reading: Reading, marked: Marked, source: Node, first: int, step: int) -> tuple[Node, int]:
-    """The indices, and how many keys each names, among every `step`-th column from `first` on."""
+    """Draft indices among every `step`-th column from `first` on. Also return the number of keys that each names."""
     indices, block = marked.indices, marked.block
     if first < step and block % step == 0:
         return indices, block // step  # some of the columns of each block
@@ -62,7 +62,7 @@ def _of_columns(reading: Reading, marked: Marked, source: Node, first: int, step
 
 
 def read_beside(reading: Reading, node: Node) -> Marked | None:
-    """Columns of indices behind others, all of which are named from then on."""
+    """Read a `cat` of other columns and the marked ones. All of the other columns then count as named."""
     tensors, dim = argument(node, 0, "tensors"), argument(node, 1, "dim", node.kwargs.get("axis", 0))
     if not isinstance(tensors, (list, tuple)) or len(tensors) != 2 or dim not in (-1, rank_of(node) - 1):
         return None

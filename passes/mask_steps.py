@@ -1,7 +1,7 @@
-"""Steps from indices to a mask, read backwards: each tells what a tensor is where indices don't point, and what there.
+"""Read the steps from indices to a mask backwards: each gives a tensor's contents inside and outside the named keys.
 
-The tensors that a step joins are followed no further than to the one that indices made: what else there is at the keys
-that are named is drafted.
+Only the operand that is made from indices is followed further. The contents of other operands at the named keys are
+drafted.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ ORS = {"or", "or_", "logical_or", "bitwise_or"}
 TESTS = {"eq", "ne", "lt", "le", "gt", "ge", "logical_not"}
 POINTWISE = TESTS | {"invert", "bitwise_not", "add", "sub", "rsub", "mul", "neg"}
 
-Numbers = dict[Node, float | None]  # the one number that a tensor is made of
+Numbers = dict[Node, float | None]  # the number in all elements of a tensor, by node
 
 
 def find_marked(mask: Node, place: Node, drafts: Drafts) -> Marked | None:
-    """Read a mask as the node `place` finds it. Makes drafts and changes nothing else."""
+    """Read a mask at the time when the node `place` reads it. Makes drafts."""
     reading = Reading(place, drafts, _step)
     marked = reading.read(mask, place)
     if marked is None or any(written(x, reading.at(reader), place) for x, reader in marked.reads):
@@ -76,12 +76,12 @@ def _step(reading: Reading, node: Node) -> Marked | None:
     if name == "to_local":
         return _local(reading, node)
     if name in POINTWISE:
-        return _of_numbers(reading, node) or (_sum(reading, node) if name == "add" else None)
+        return _pointwise_of_numbers(reading, node) or (_sum(reading, node) if name == "add" else None)
     return None
 
 
 def _local(reading: Reading, node: Node) -> Marked | None:
-    """The local part of a DTensor that the graph made of it."""
+    """Read the local part of a DTensor that the graph made from a plain tensor."""
     dtensor = argument(node, 0, "self")
     local = local_input(dtensor) if isinstance(dtensor, Node) else None
     marked = reading.read(local, node)
@@ -89,16 +89,16 @@ def _local(reading: Reading, node: Node) -> Marked | None:
 
 
 def _name(node: Node) -> str:
-    """The op's name; that of an operator is `__eq__` in graphs of torch 2.11."""
+    """Return the op's name. In graphs of torch 2.11, operators have names such as `__eq__`."""
     name = op_name(node)
     return name.strip("_") if name.startswith("__") else name
 
 
 def _joined(reading: Reading, node: Node, join: Callable[..., Tensor], decides: float) -> Marked | None:
-    """`and` or `or`, of which one side is what decides the result wherever indices don't point."""
+    """Read an `and` or `or`, one operand of which decides the result at all keys that are not named."""
     pair = argument(node, 0, "input"), argument(node, 1, "other")
-    for one, other in (pair, pair[::-1]):
-        marked, aligned = reading.operand(one, node), reading.aligned(other, node)
+    for operand, other in (pair, pair[::-1]):
+        marked, aligned = reading.operand(operand, node), reading.aligned(other, node)
         if marked is None or aligned is None or marked.outside != decides:
             continue
         if any(known_tensor(x).dtype != torch.bool for x in pair):
@@ -134,26 +134,26 @@ def _filled(reading: Reading, node: Node) -> Marked | None:
 
 
 def _by_mask(reading: Reading, node: Node, marked: Marked, number: float, x: Any, filled: float) -> Marked | None:
-    """`number` where the marked mask is `filled`, elsewhere `x`."""
-    dtype, other, read = known_tensor(node).dtype, reading.number(x, node), list[Node]()
-    kept: float | Node | None = None if other is None else rounded(other, dtype)
-    if kept is None and (aligned := reading.aligned(x, node)) is not None:
-        kept, read = reading.draft.cast(aligned, dtype), [x]
-    if other is not None and isinstance(x, Node):
+    """Read a fill with `number` where the marked mask is `filled`, and `x` elsewhere."""
+    dtype, x_number, read = known_tensor(node).dtype, reading.number(x, node), list[Node]()
+    unfilled: float | Node | None = None if x_number is None else rounded(x_number, dtype)
+    if unfilled is None and (aligned := reading.aligned(x, node)) is not None:
+        unfilled, read = reading.draft.cast(aligned, dtype), [x]
+    if x_number is not None and isinstance(x, Node):
         marked = dataclasses.replace(marked, path=(*marked.path, x))
-    if marked.inside is None or marked.counts or kept is None:
+    if marked.inside is None or marked.counts or unfilled is None:
         return marked.after(node, outside=number, inside=None)
     if isinstance(marked.inside, float):
-        return marked.after(node, *read, outside=number, inside=number if marked.inside == filled else kept)
+        return marked.after(node, *read, outside=number, inside=number if marked.inside == filled else unfilled)
     fills = marked.inside if filled else reading.draft("logical_not", marked.inside)
-    base = kept if isinstance(kept, Node) else reading.draft(torch.full_like, fills, kept, dtype=dtype)
+    base = unfilled if isinstance(unfilled, Node) else reading.draft(torch.full_like, fills, unfilled, dtype=dtype)
     return marked.after(node, *read, outside=number, inside=reading.draft(torch.masked_fill, base, fills, number))
 
 
 def _nan_without_keys(reading: Reading, node: Node, x: Any, condition: Node) -> Marked | None:
-    """NaN in rows that are all -inf, as where softmax is written out.
+    """Read a fill of NaN in rows that are all -inf, as in softmax that is written out.
 
-    Such rows are NaN at all keys, those that indices name among them: the mask itself tells.
+    These rows are NaN at all keys, the named ones included.
     """
     test = argument(condition, 0, "input") if op_name(condition) == "all" else None
     rows = tensor_of(condition)
@@ -169,10 +169,10 @@ def _nan_without_keys(reading: Reading, node: Node, x: Any, condition: Node) -> 
     keys, picks = known_tensor(x).shape[-1], known_tensor(marked.indices).shape[-1]
     most, least = constant(picks * marked.block), constant(keys)
     if marked.outside > -math.inf and most is not None and least is not None and most < least:
-        return marked.after(node)  # a row has keys that are not named, which are not -inf
-    names_one = marked.in_range and known_different(picks, 0)
-    # A row that names no key is all -inf, but NaN at none of its picks.
-    return marked.after(node, inside=None) if marked.outside > -math.inf or names_one else None
+        return marked.after(node)  # each row has keys that are not named and not -inf, so none becomes NaN
+    names_a_key = marked.in_range and known_different(picks, 0)
+    # A row of -inf that names no key becomes NaN, which none of its picks would show.
+    return marked.after(node, inside=None) if marked.outside > -math.inf or names_a_key else None
 
 
 def _chosen(reading: Reading, node: Node) -> Marked | None:
@@ -189,8 +189,8 @@ def _chosen(reading: Reading, node: Node) -> Marked | None:
             return _by_mask(reading, node, marked, rounded(number, dtype), inner, filled=float(marked.outside != 0))
     for x, other in ((a, b), (b, a)):
         number, marked = reading.number(other, node), reading.operand(x, node)
-        as_it_is = marked is not None and known_tensor(x).dtype == dtype
-        if marked is not None and as_it_is and number is not None and rounded(number, dtype) == marked.outside:
+        same_dtype = marked is not None and known_tensor(x).dtype == dtype
+        if marked is not None and same_dtype and number is not None and rounded(number, dtype) == marked.outside:
             return None if marked.counts else marked.after(node, inside=None)
     return None
 
@@ -214,31 +214,34 @@ def _cast(reading: Reading, node: Node) -> Marked | None:
     return None if outside is None else marked.after(node, outside=outside, inside=inside)
 
 
-def _of_numbers(reading: Reading, node: Node) -> Marked | None:
-    """An op of the tensor and numbers, at most: what it makes of the two numbers."""
+def _pointwise_of_numbers(reading: Reading, node: Node) -> Marked | None:
+    """Read a pointwise op whose only operand besides the marked tensor is a number, if there is one."""
     operands = [x for x in node.args if isinstance(x, Node) and tensor_of(x) is not None]
     operands = [x for x in operands if rank_of(x) == rank_of(node)]
-    for one in operands:
-        others = {x: reading.number(x, node) for x in node.all_input_nodes if x is not one}
-        marked = reading.operand(one, node) if None not in others.values() and node.args.count(one) == 1 else None
+    for operand in operands:
+        others = {x: reading.number(x, node) for x in node.all_input_nodes if x is not operand}
+        is_only = None not in others.values() and node.args.count(operand) == 1
+        marked = reading.operand(operand, node) if is_only else None
         if marked is not None:
-            return _applied(reading, node, one, marked, others)
+            return _applied(reading, node, operand, marked, others)
     return None
 
 
-def _applied(reading: Reading, node: Node, one: Node, marked: Marked, others: Numbers) -> Marked | None:
+def _applied(reading: Reading, node: Node, operand: Node, marked: Marked, others: Numbers) -> Marked | None:
+    """Apply a pointwise op to the numbers, or drafts, inside and outside the named keys."""
+
     def apply(number: float) -> float | None:
-        return _number(node, {**others, one: number})
+        return _number(node, {**others, operand: number})
 
     outside, inside = apply(marked.outside), marked.inside
     if marked.counts:
-        by = [reading.number(x, node) for x in node.args if x is not one]
-        if _name(node) not in TESTS or by not in ([], [0.0]) or "other" in node.kwargs:
+        other_numbers = [reading.number(x, node) for x in node.args if x is not operand]
+        if _name(node) not in TESTS or other_numbers not in ([], [0.0]) or "other" in node.kwargs:
             return None
         if apply(1.0) != apply(2.0):
             return None
     if isinstance(inside, Node):
-        arguments: Any = map_arg((node.args, node.kwargs), {one: inside}.get)
+        arguments: Any = map_arg((node.args, node.kwargs), {operand: inside}.get)
         inside = None if others else reading.draft(node.target, *arguments[0], **arguments[1])
     elif inside is not None:
         inside = apply(inside)
@@ -246,12 +249,15 @@ def _applied(reading: Reading, node: Node, one: Node, marked: Marked, others: Nu
 
 
 def _sum(reading: Reading, node: Node) -> Marked | None:
-    """A bias of -inf wherever indices don't point, and another bias, which is taken to have no +inf or NaN there."""
+    """Read the sum of a bias that is -inf at all keys that are not named, and another bias.
+
+    The other bias is assumed to have no +inf or NaN there.
+    """
     pair, dtype = (argument(node, 0, "input"), argument(node, 1, "other")), known_tensor(node).dtype
     if node.kwargs.get("alpha", 1) != 1 or not dtype.is_floating_point:
         return None
-    for one, other in (pair, pair[::-1]):
-        marked, aligned = reading.operand(one, node), reading.aligned(other, node)
+    for operand, other in (pair, pair[::-1]):
+        marked, aligned = reading.operand(operand, node), reading.aligned(other, node)
         if marked is None or aligned is None or marked.outside != -math.inf or marked.counts:
             continue
         inside = marked.inside
@@ -263,7 +269,7 @@ def _sum(reading: Reading, node: Node) -> Marked | None:
 
 
 def _in_dtype(number: float, dtype: torch.dtype) -> float | None:
-    """A number that a cast makes of another; None if it is undefined."""
+    """Return the number that a cast to `dtype` makes of another, or None if it is undefined."""
     if dtype == torch.bool:
         return float(number != 0)
     if not dtype.is_floating_point and not (math.isfinite(number) and number == int(number)):
@@ -277,7 +283,7 @@ def _is_bool(x: Any) -> bool:
 
 
 def _number(node: Node, numbers: Numbers) -> float | None:
-    """The number that a pointwise op makes of those in its tensors; None if that is NaN, or unknown."""
+    """Return the result of a pointwise op on tensors of one number each, or None if it is NaN or unknown."""
 
     def value(x: Node) -> Any:
         tensor, number = tensor_of(x), numbers[x]

@@ -1,4 +1,4 @@
-"""Masks and rows of a graph: a tensor made from them is computed once for all layers that share them."""
+"""Masks and rows of a graph. A tensor made from them is computed once for all layers that share them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tatten.passes.symbolic import constant, known_equal, same_storage, tensor_o
 
 
 class Masks:
-    """Nodes computed from masks and rows so far, and the drafts, while the calls of a graph are rewritten in order."""
+    """The nodes that were computed from masks and rows, and the drafts, while the calls of a graph are rewritten."""
 
     def __init__(self) -> None:
         self._columns: dict[object, list[Node]] = {}
@@ -31,9 +31,9 @@ class Masks:
         self.drafts = Drafts()
 
     def first_view(self, node: Node) -> Node:
-        """The first node asked for that is the same view as `node`, comes before it and is still in the graph.
+        """Return the first node that was passed here, is the same view as `node` and is still in the graph.
 
-        It is `node` itself if there is no earlier one.
+        Return `node` itself if there is no earlier one.
         """
         key = same_view(node)
         first = self._views.get(key)
@@ -42,15 +42,15 @@ class Masks:
         return first
 
     def _once(self, key: object, call: SdpaCall, read: Iterable[object], make: Callable[[], Node]) -> Node:
-        """The node that `make` inserted for `key`, before this call or an earlier one.
+        """Return the node that `make` inserts before this call, or inserted for an equal `key` before an earlier call.
 
-        It is made anew if a tensor of one of the nodes in `read` was written since.
+        A new node is made if a tensor of one of the nodes in `read` was written since.
         """
         tensors = [tensor for tensor in map(tensor_of, read) if tensor is not None]
         return self.drafts.once(key, call.node, tensors, make)
 
     def cast(self, call: SdpaCall) -> SdpaCall:
-        """The call with the first mask that equals its own, cast as autocast would cast SDPA's mask."""
+        """Return the call with the first of equal masks, cast as autocast would cast SDPA's mask."""
         if call.attn_mask is not None:
             call = dataclasses.replace(call, attn_mask=self._recomputed.first(call.attn_mask, call.node))
         mask = tensor_of(call.attn_mask)
@@ -59,35 +59,35 @@ class Masks:
         dtype = autocast_dtype(call.node, mask.device.type)
         if dtype is None or dtype == mask.dtype:
             return call
-        cast = self.drafts.make(call.shown, "to", self.first_view(call.attn_mask), dtype)
+        cast = self.drafts.make(call.source_node, "to", self.first_view(call.attn_mask), dtype)
         return dataclasses.replace(call, attn_mask=self.drafts.insert(cast, call.node))
 
-    def as_attention_takes_it(self, stored: Stored, call: SdpaCall) -> Node:
+    def as_operand(self, stored: Stored, call: SdpaCall) -> Node:
         """Insert the views that make stored keys or values `[batch, heads, length, head_dim]` before the call."""
-        return self.drafts.insert(stored.as_attention_takes_it(Drafting(self.drafts, stored.base)), call.node)
+        return self.drafts.insert(stored.as_operand(Drafting(self.drafts, stored.base)), call.node)
 
     def block_table(self, call: SdpaCall, pool: Stored) -> Node:
-        """The block table of keys in pages, as the op takes it: made once for all layers."""
+        """Insert the block table of keys in pages, as the op takes it, once for all layers."""
         table, n_pages = pool.table, pool.size_in_base(BATCH)
         assert table is not None
-        draft, entries = Drafting(self.drafts, call.shown), self._recomputed.first(table.entries, call.node)
+        draft, entries = Drafting(self.drafts, call.source_node), self._recomputed.first(table.entries, call.node)
         size = constant(n_pages)
         pages = draft("size", pool.base, pool.dims[BATCH]) if size is None else size
-        drafted = table.as_attention_takes_it(self.first_view(entries), pages, draft)
+        drafted = table.as_operand(self.first_view(entries), pages, draft)
         return self.drafts.insert(drafted, call.node)
 
     def all_pages(self, call: SdpaCall, pool: Stored, table: Node) -> Node:
-        """The lengths of sequences that fill all pages of a table: made once for all layers."""
-        draft = Drafting(self.drafts, call.shown)
+        """Insert the lengths of sequences that fill all pages of a table, once for all layers."""
+        draft = Drafting(self.drafts, call.source_node)
         batch, length, page = (constant(n) for n in (pool.size(BATCH), pool.size(LENGTH), pool.size_in_base(LENGTH)))
         rows = draft("size", table, 0) if batch is None else batch
         keys = draft(operator.mul, draft("size", table, 1), page) if length is None else length
         return self.drafts.insert(draft("new_full", table, (rows,), keys), call.node)
 
     def columns(self, call: SdpaCall, segments: Sequence[Stored]) -> list[Node | None]:
-        """The mask's columns for each segment, or for this rank's part of it if the segments are DTensors.
+        """Insert the mask's columns for each segment, or for this rank's part of it if the segments are DTensors.
 
-        For one segment, and if the mask broadcasts over keys, they are the mask itself. Without a mask, they are None.
+        They are the mask itself for one segment, or if the mask broadcasts over keys, and None without a mask.
         """
         mask = tensor_of(call.attn_mask)
         if call.shares is not None:
@@ -106,39 +106,39 @@ class Masks:
             for node, value in zip((split, *columns), (parts, *parts), strict=True):
                 node.meta["example_value"] = value  # without one, a node might write to its inputs
             if call.shares is not None:
-                draft, dim = Drafting(self.drafts, call.shown), mask.dim() - 1
+                draft, dim = Drafting(self.drafts, call.source_node), mask.dim() - 1
                 drafted = [share.columns(draft, x, dim) for share, x in zip(call.shares[0], columns, strict=True)]
                 columns = [self.drafts.insert(x, call.node) for x in drafted]
             self._columns[key] = columns
         return list(self._columns[key])
 
     def rows(self, call: SdpaCall, segment: Stored) -> Node | None:
-        """The stored row of a segment that each sequence reads; None if equally many neighbours read each row."""
+        """Insert the stored row of a segment that each sequence reads, or return None for aligned blocks."""
         if segment.rows is None:
             return None
-        chosen, key = segment.rows, (segment.rows.key, str(segment.size(BATCH)))
-        return self._once(key, call, chosen.read, lambda: chosen.insert(call.node.graph, size_of(segment, BATCH)))
+        rows, key = segment.rows, (segment.rows.key, str(segment.size(BATCH)))
+        return self._once(key, call, rows.read, lambda: rows.insert(call.node.graph, size_of(segment, BATCH)))
 
     def row_groups(self, call: SdpaCall, segment: Stored, rows: Node | None) -> Node | None:
-        """The row groups of a segment, given the row that each sequence reads: made once for all layers.
+        """Insert the row groups of a segment, once for all layers, or return None without `rows`.
 
-        None without `rows`.
+        `rows` is the row that each sequence reads.
         """
         query, stored = tensor_of(call.query), segment.size(BATCH)
         if rows is None or query is None:
             return None
-        each = constant(query.shape[HEADS] // segment.size(HEADS))
+        group_size = constant(query.shape[HEADS] // segment.size(HEADS))
         queries = query.shape[HEADS] // segment.size(HEADS) * query.shape[LENGTH]
 
         def insert() -> Node:
             graph, number = call.node.graph, constant(queries)
             if number is None:
                 q_len = _size_of(call.query, LENGTH, query.shape[LENGTH])
-                product = graph.call_function(operator.mul, (q_len, each))
+                product = graph.call_function(operator.mul, (q_len, group_size))
                 product.meta["example_value"] = queries
             args = rows, size_of(segment, BATCH), product if number is None else number
             groups = graph.call_function(torch.ops.tatten.row_groups.default, args)
-            groups.meta["stack_trace"] = call.shown.meta.get("stack_trace")
+            groups.meta["stack_trace"] = call.source_node.meta.get("stack_trace")
             return groups
 
         return self._once((rows, str(stored), str(queries)), call, (rows,), insert)
@@ -151,7 +151,7 @@ class Masks:
         rows: Node | None = None,
         every_block: bool = False,
     ) -> Node | None:
-        """The block mask of a mask, or of its columns for one segment: made once for all layers.
+        """Insert the block mask of a mask, or of its columns for one segment, once for all layers.
 
         Args:
             call: the call, before which the node is inserted.
@@ -161,7 +161,7 @@ class Masks:
             every_block: whether empty blocks are listed too, on CUDA.
 
         Returns:
-            The node; None without a mask, if the mask may broadcast over keys, or if indices name the keys that count.
+            The node, or None without a mask, if the mask may broadcast over keys, or if indices name the keys.
         """
         mask, key, query = (tensor_of(x) for x in (call.attn_mask, call.key, call.query))
         selects = call.picks is not None and not call.picks.names_all
@@ -170,24 +170,24 @@ class Masks:
         if not known_equal(mask.shape[-1], key.shape[2]):
             return None
         one_to_one = segment is None or (rows is None and known_equal(segment.size(BATCH), query.shape[0]))
-        made_for = columns, "" if segment is None or one_to_one else str(segment.size(BATCH)), rows, every_block
+        key_of_mask = columns, "" if segment is None or one_to_one else str(segment.size(BATCH)), rows, every_block
 
         def insert() -> Node:
             kv_batch = () if segment is None or one_to_one else (size_of(segment, BATCH),)
             args = (columns, *kv_batch, *(() if rows is None else (rows,)))
             listing: dict[str, Any] = {"every_block": True} if every_block else {}
             block_mask = call.node.graph.call_function(torch.ops.tatten.block_mask.default, args, listing)
-            block_mask.meta["stack_trace"] = call.shown.meta.get("stack_trace")
+            block_mask.meta["stack_trace"] = call.source_node.meta.get("stack_trace")
             return block_mask
 
-        return self._once(made_for, call, (call.attn_mask, rows), insert)
+        return self._once(key_of_mask, call, (call.attn_mask, rows), insert)
 
 
 def same_view(node: Node) -> object:
-    """A key that is equal for nodes that are the same view of one tensor: each layer may slice the mask itself.
+    """Return a key that is equal for equal views of one tensor, as each layer may slice the mask separately.
 
-    A node whose index copies is no view, so the node is its own key. An index copies if it is True or a list, and any
-    index does if it makes PyTorch gather a DTensor first.
+    For a copy, the key is the node itself. An index copies if it is True or a list. Any index copies if PyTorch gathers
+    a DTensor first.
     """
     if op_name(node) == "from_local":
         tensor: Any = tensor_of(node)
@@ -201,18 +201,18 @@ def same_view(node: Node) -> object:
 
 
 def _is_basic(index: Any) -> bool:
-    """Return True if this index makes a view; a list, for one, makes a copy."""
+    """Return True if this index makes a view and not a copy."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(part is None or part is ... or isinstance(part, int | slice) for part in parts)
 
 
 def size_of(segment: Stored, role: int) -> int | Node:
-    """A size of the segment as an argument of an op: a number if it is the same in every run, else a node."""
+    """Return a size of the segment as an argument of an op: a number if it is the same in every run, else a node."""
     return _size_of(segment.base, segment.dims[role], segment.size(role))
 
 
 def _size_of(tensor: Node, dim: int | None, size: int | SymInt) -> int | Node:
-    """A size of a tensor as an argument of an op: a number if it is the same in every run, else a node."""
+    """Return a size of a tensor as an argument of an op: a number if it is the same in every run, else a node."""
     known = constant(size)
     if known is not None:
         return known

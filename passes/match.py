@@ -1,4 +1,4 @@
-"""Matches: what the passes find before they change anything."""
+"""Matches of the passes, which are found before the graph is changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tatten.passes.stored import Stored
 
 @dataclass(frozen=True)
 class Match:
-    """An SDPA call that a tatten op can compute from its keys and values as they are stored, in one segment or more.
+    """An SDPA call that a tatten op can compute from keys and values as they are stored, in one or more segments.
 
     Attributes:
         batch_invariant: whether the op is called with `batch_invariant=True`.
@@ -35,26 +35,26 @@ class Match:
 
     @property
     def too_costly(self) -> Decline | None:
-        """The reason why a rewrite doesn't pay; None if it does, or if that is unknown."""
+        """The reason why a rewrite doesn't pay, or None if it does or that is unknown."""
         raise NotImplementedError
 
     @property
     def cost_remark(self) -> str:
-        """The reason why a rewrite might not pay after all; empty if there is none."""
+        """The reason why a rewrite might not pay; empty without one."""
         return ""
 
     @property
     def must_pay(self) -> bool:
-        """True if a rewrite has to pay.
+        """True if the match is rewritten only if that pays.
 
-        One that reads a DTensor's local part doesn't: PyTorch would gather the keys of all ranks. One of tensors behind
-        local parts does: another can read these as they are.
+        A match that reads a DTensor's local part is always rewritten, as PyTorch would gather the keys of all ranks. If
+        it reads tensors behind local parts it has to pay: a simpler match can read the local parts.
         """
         return all(dtensor_of(x.base) is None for x in self.keys) and self.call.shares is None
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of the op that say what SDPA lacks."""
+        """The keyword arguments of the op that SDPA lacks."""
         return self.call.variant | ({"batch_invariant": True} if self.batch_invariant else {})
 
     @property

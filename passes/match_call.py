@@ -1,4 +1,4 @@
-"""The decision about one attention call: the op that computes it and its operands, or the reason to leave it alone."""
+"""Decide about one attention call: the op that computes it and its operands, or the reason to leave it alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MatchedCall:
 
     Attributes:
         call: the call in the program.
-        match: the op and its operands. `match.call` is the call that matchers read: on DTensors, that of local parts.
+        match: the op and its operands. `match.call` is the call that matchers read: for DTensors, on local parts.
         note: a remark for the report.
     """
 
@@ -40,7 +40,7 @@ class MatchedCall:
 
 
 def match_call(call: SdpaCall, run: Run) -> MatchedCall | Decline:
-    """Decide about one call, without changing the graph. Matchers may make drafts and add guards."""
+    """Decide about one call without changing the graph. Matchers may make drafts and add guards."""
     transformed = check_transformed((call.query, call.key, call.value, call.attn_mask, call.result))
     local = transformed or find_local(call, run.masks)
     if isinstance(local, Decline):
@@ -54,14 +54,14 @@ def match_call(call: SdpaCall, run: Run) -> MatchedCall | Decline:
     local_call = local or call
     picks = find_picks(local_call, run.masks.drafts)
     if isinstance(picks, Decline):
-        call = _remarking(call, picks)
+        call = _with_remark(call, picks)
     else:
         local_call = dataclasses.replace(local_call, picks=picks)
     if local is None:
         call = dataclasses.replace(call, picks=local_call.picks)
     latents = None if call.log_sums else _match_latents(call, local_call, run)
     if isinstance(latents, LatentMatch):
-        return _checked(MatchedCall(call, latents))
+        return _with_supported_picks(MatchedCall(call, latents))
     find = find_invariant if run.batch_invariant else _match_stored
     matched = find(local_call, run.masks.drafts, run.may_guard)
     if isinstance(matched, Decline):
@@ -69,21 +69,21 @@ def match_call(call: SdpaCall, run: Run) -> MatchedCall | Decline:
     match, note = matched
     if latents is not None:
         note = "; ".join(filter(None, (f"not absorbed [{latents.reason.value}]: {latents.detail}", note)))
-    return _checked(MatchedCall(call, match, note))
+    return _with_supported_picks(MatchedCall(call, match, note))
 
 
-def _remarking(call: SdpaCall, decline: Decline) -> SdpaCall:
+def _with_remark(call: SdpaCall, decline: Decline) -> SdpaCall:
     remark = f"not read by indices [{decline.reason.value}]: {decline.detail}"
     return dataclasses.replace(call, picks=None, remarks=(*call.remarks, remark))
 
 
-def _checked(matched: MatchedCall) -> MatchedCall:
-    """The match, which reads the mask as it is if its op doesn't take the indices."""
+def _with_supported_picks(matched: MatchedCall) -> MatchedCall:
+    """Return the match, without its picks if its op doesn't take them: it then reads the mask as it is."""
     decline = _check_picks(matched.match)
     if decline is None:
         return matched
     match = dataclasses.replace(matched.match, call=dataclasses.replace(matched.match.call, picks=None))
-    return dataclasses.replace(matched, call=_remarking(matched.call, decline), match=match)
+    return dataclasses.replace(matched, call=_with_remark(matched.call, decline), match=match)
 
 
 def _check_picks(match: DecodeMatch | BifurcatedMatch | LatentMatch) -> Decline | None:
@@ -104,7 +104,7 @@ def _check_picks(match: DecodeMatch | BifurcatedMatch | LatentMatch) -> Decline 
 
 
 def _match_latents(call: SdpaCall, local_call: SdpaCall, run: Run) -> LatentMatch | Decline | None:
-    """Match keys and values that are expanded from latents. `DTensor.from_local` may have made them DTensors since."""
+    """Match keys and values that are expanded from latents, also if `DTensor.from_local` then made them DTensors."""
     key, value = (None if local_call.sharding is None else local_input(x) for x in (call.key, call.value))
     if key is None or value is None:
         return match_latents(call, run.batch_invariant)
@@ -113,8 +113,8 @@ def _match_latents(call: SdpaCall, local_call: SdpaCall, run: Run) -> LatentMatc
 
 
 def _check_movers(call: SdpaCall, run: Run) -> Decline | None:
-    """Return the reason why the fake tensors may not show the memory that this call reads, or None."""
-    mover = mover_of(call.shown, run.moving)
+    """Return the reason if fake tensors may not show the memory that this call reads, or None."""
+    mover = mover_of(call.source_node, run.movers)
     if mover is None:
         return None
     return Decline(Reason.WRITTEN, f"`{mover}` gives a tensor other memory or another shape, in place")
@@ -123,7 +123,7 @@ def _check_movers(call: SdpaCall, run: Run) -> Decline | None:
 def _match_stored(
     call: SdpaCall, drafts: Drafts, may_guard: bool
 ) -> tuple[DecodeMatch | BifurcatedMatch, str] | Decline:
-    """Match keys and values as they are stored: as one tensor each, or in segments, some of which sequences share.
+    """Match keys and values as they are stored: as one tensor each, or in segments, which sequences may share.
 
     Returns:
         The match and a note for the report, or the reason why there is no match.
@@ -155,7 +155,7 @@ def _match_stored(
 def _match_segments(
     call: SdpaCall, keys: tuple[Stored, ...], values: tuple[Stored, ...], may_guard: bool
 ) -> BifurcatedMatch | Decline | None:
-    """Match segments that the op would read where they are stored, if the rewrite pays or doesn't have to.
+    """Match segments that the op reads where they are stored, unless the rewrite must pay and doesn't.
 
     Returns:
         The match, the reason why there is none, or None for one segment that is not shared.

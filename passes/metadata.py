@@ -1,4 +1,4 @@
-"""Uses of a node: those that read none of a tensor's values, and those whose values reach nothing."""
+"""Uses of a node that read none of its values, and nodes whose values have no effect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tatten.passes.symbolic import value_of
 FIRST = {
     *("full_like", "zeros_like", "ones_like", "empty_like", "new_full", "new_zeros", "new_ones", "new_empty"),
     *("size", "stride", "dim", "numel", "sym_size", "sym_stride", "sym_numel"),
-    "_assert_tensor_metadata",  # of dtypes, by torch.export, about tensors that casts make
+    "_assert_tensor_metadata",  # torch.export asserts the dtypes of cast tensors
 }
 SECOND = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 PARTS = RESHAPES | {"getitem", "slice", "narrow", "select", "detach"}
@@ -39,41 +39,40 @@ def reads_values(user: Node, node: Node) -> bool:
 
 
 def readers(user: Node, node: Node) -> Iterator[Node]:
-    """Yield `user`, which reads no values of `node`, and if it is a view those that read none of that."""
+    """Yield `user`, which reads no values of `node`, and if it is a view, the readers of the view."""
     yield user
     for x in user.users if op_name(user) in PARTS and user.args[0] is node else ():
         yield from readers(x, user)
 
 
 def depends(node: Node, source: Node, among: Container[Node]) -> bool:
-    """Return True if values of `node` are computed from those of `source`. All paths lead through nodes in `among`."""
+    """Return True if values of `node` are computed from values of `source`, through nodes in `among`."""
     return source in reached(node, lambda x: [y for y in x.all_input_nodes if y in among and reads_values(x, y)])
 
 
-MOST = 64  # nodes that are followed from one; a longer computation counts as used
+MOST = 64  # nodes that are followed; a longer computation counts as used
 WITHOUT_SCHEMA = {"getitem", "getattr"} | CASTS
 EFFECTS = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 def dead_from(node: Node) -> frozenset[Node] | None:
-    """Return a node and all that is computed from it if none of that has an effect, else None.
+    """Return a node and all nodes that are computed from it if none of them has an effect, else None.
 
-    An output, a write, a random number, an assertion, a value that the host reads and an op that isn't PyTorch's are
-    effects.
+    Effects are outputs, writes, random numbers, assertions, values that the host reads, and ops that aren't PyTorch's.
     """
     dead, frontier = {node}, [node]
     while frontier:
-        here = frontier.pop()
-        if not _has_no_effect(here) or len(dead) > MOST:
+        current = frontier.pop()
+        if not _has_no_effect(current) or len(dead) > MOST:
             return None
-        new = [user for user in here.users if user not in dead]
+        new = [user for user in current.users if user not in dead]
         dead.update(new)
         frontier += new
     return frozenset(dead)
 
 
 def _has_no_effect(node: Node) -> bool:
-    """Tell whether all that a node does is to compute tensors from its arguments."""
+    """Return True if a node only computes tensors from its arguments."""
     name, value = op_name(node), value_of(node)
     values = value if isinstance(value, tuple | list) else (value,)
     if not name or "assert" in name or not values or not all(isinstance(x, Tensor) for x in values) or writes(node):

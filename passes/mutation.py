@@ -1,7 +1,7 @@
-"""Writes to memory: which nodes of a Dynamo graph make them, and whether a tensor was written between two nodes.
+"""Writes to memory: the arguments that a node of a Dynamo graph writes, and writes to a tensor between two nodes.
 
-A node counts as writing to all of its inputs unless more is known: from the schemas of the op that it calls or, for a
-PyTorch function written in Python, from those of the ops that the function calls in turn.
+A node counts as writing to all of its inputs unless schemas prove otherwise: the schemas of the op that it calls or,
+for a PyTorch function written in Python, of the ops that the function calls in turn.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ T = TypeVar("T")
 
 
 def written_arguments(node: Node) -> Iterator[Node]:
-    """Yield the arguments that `node` writes to; all of them where that is unknown.
+    """Yield the arguments that `node` writes to, or all arguments if that is unknown.
 
-    FX's own notion isn't used, which calls every `call_method` pure, nor Inductor's, which doesn't know `setitem`.
+    FX's `is_impure` isn't used, as it counts each `call_method` as pure, nor Inductor's, which doesn't know `setitem`.
     """
     target = node.target
     if inactive_dropout(node):
@@ -62,7 +62,7 @@ def written_arguments(node: Node) -> Iterator[Node]:
 
 
 def inactive_dropout(node: Node) -> bool:
-    """Tell whether a call of dropout returns its input as it is."""
+    """Return True if a node is a dropout that returns its input unchanged."""
     if op_name(node) not in ("dropout", "dropout_"):
         return False
     training = argument(node, 2, "training", node.kwargs.get("train", True))
@@ -70,14 +70,14 @@ def inactive_dropout(node: Node) -> bool:
 
 
 def writes(node: Node) -> bool:
-    """Return True if `node` may write to anything: then it is more than a copy, and has to stay."""
+    """Return True if `node` may write to any argument, so that it must stay in the graph."""
     return any(True for _ in written_arguments(node))
 
 
 def written_between(tensors: Sequence[Tensor], start: Node, stop: Node) -> Node | None:
-    """The first node between `start` and `stop`, in the graph's order, that may write to one of `tensors`."""
+    """Return the first node between `start` and `stop` that may write to one of `tensors`, or None."""
     if start.graph is not stop.graph or stop < start:
-        return start  # the list of nodes is a ring: what would be searched lies outside
+        return start  # no stretch of nodes between them can be searched
     tensors = [in_memory(tensor) for tensor in tensors]
     node = stop if start is stop else start.next
     while node is not stop:
@@ -92,18 +92,18 @@ def written_between(tensors: Sequence[Tensor], start: Node, stop: Node) -> Node 
 
 
 def movers(graph: Graph) -> list[Node]:
-    """The nodes that change a tensor's memory, shape or strides in place, such as `set_` or `transpose_`.
+    """Return the nodes that change a tensor's memory, shape or strides in place, such as `set_` or `transpose_`.
 
-    Earlier nodes hold the same fake tensor, which no longer tells the memory and shape that they had.
+    Earlier nodes hold the same fake tensor, which no longer shows their memory and shape.
     """
     tagged = (node for node in graph.nodes if any(torch.Tag.inplace_view in x.tags for x in _in_place(node)))
     return [node for node in tagged if op_name(node) != "detach_"]
 
 
 def mover_of(call: Node, among: Sequence[Node]) -> Node | None:
-    """The first of the movers `among` that makes `call`, or a node that it depends on, uncertain.
+    """Return the first of the movers `among` that may affect `call` or a node that it depends on, or None.
 
-    A change of shape concerns only nodes that hold the same tensor; a change of memory also hides writes from others.
+    A change of shape affects only nodes that hold the same tensor. A change of memory also hides writes to others.
     """
     if not among:
         return None
@@ -122,9 +122,9 @@ def _in_place(node: Node) -> tuple[OpOverload, ...]:
 
 
 def _may_alias(node: Node, tensors: Sequence[Tensor]) -> bool:
-    """Return True if a write to the value of a node may change one of `tensors`, which are those that own storage."""
+    """Return True if a write to the value of a node may change one of `tensors`, which own their storage."""
     value = value_of(node)
-    if value is None:  # a value made of no inputs, such as the token of a context manager, holds no tensor
+    if value is None:  # a result without inputs, such as the token of a context manager, holds no tensor
         return node.op != "call_function" or bool(node.all_input_nodes)
     return _holds(value, tensors)
 
@@ -148,10 +148,10 @@ def _written(known: tuple[OpOverload, ...], args: Sequence[Any], kwargs: Mapping
 
 @functools.cache
 def _written_by_schema(known: tuple[OpOverload, ...]) -> tuple[tuple[int | None, str], ...]:
-    """Position and name of each argument that one of the overloads writes to; no position for a keyword-only one.
+    """Return position and name of each argument that an overload writes to; keyword-only ones have no position.
 
-    The schema of batch norm hides its writes to `running_mean` and `running_var`. Those of collectives such as
-    `c10d::allreduce_` show writes by the op's name only.
+    The schema of batch norm does not show its writes to `running_mean` and `running_var`. The schemas of collectives
+    such as `c10d::allreduce_` show writes only in the op's name.
     """
     all_written: dict[tuple[int | None, str], None] = {}
     for schema in (overload._schema for overload in known):
@@ -164,7 +164,7 @@ def _written_by_schema(known: tuple[OpOverload, ...]) -> tuple[tuple[int | None,
 
 
 def _written_in_trial(node: Node) -> Iterator[Node]:
-    """Yield the inputs that are written to when the node runs on meta tensors; all of them if it can't be run so."""
+    """Yield the inputs that a node writes to when it runs on meta tensors, or all inputs if it can't run on them."""
     inputs = node.all_input_nodes
     stand_ins = {x: _stand_in(value_of(x)) for x in inputs}
     if not _may_run(node) or any(x is None for x in stand_ins.values()):
@@ -182,14 +182,14 @@ def _written_in_trial(node: Node) -> Iterator[Node]:
         with torch.no_grad(), watch:
             function = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
             function(*(args[1:] if isinstance(node.target, str) else args), **kwargs)
-    except Exception:  # of any kind: meta tensors have no values, and the node's code is unknown
+    except Exception:  # any kind: meta tensors have no values, and the node's code is unknown
         yield from inputs
         return
     yield from (x for x in inputs if _holds(stand_ins[x], written))
 
 
 def _may_run(node: Node) -> bool:
-    """Return True if an extra run of a node affects nothing but its arguments, as with PyTorch's own functions."""
+    """Return True if an extra run of a node affects only its arguments, as with PyTorch's functions."""
     if node.op == "call_method":
         return True
     path = (getattr(node.target, "__module__", None) or "").split(".")
@@ -197,7 +197,7 @@ def _may_run(node: Node) -> bool:
 
 
 def _stand_in(value: Any) -> Any:
-    """A meta tensor or a number that stands in for a node's value; None if there is none."""
+    """Return a meta tensor or a number that stands in for a node's value, or None."""
     if isinstance(value, (list, tuple)):
         parts = [_stand_in(x) for x in value]
         return None if any(x is None for x in parts) else parts

@@ -1,4 +1,4 @@
-"""Ops on scores and weights of attention that change neither its weights nor where they are."""
+"""Ops on scores and weights of attention that change neither the weights nor their places."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ MAXIMA = {"max", "amax"}
 
 
 def subtracts_maximum(node: Node) -> list[Node] | None:
-    """The nodes that take the maximum in `x - x.max(-1, keepdim=True)`, which softmax does not notice."""
+    """Return the nodes of the maximum in `x - x.max(-1, keepdim=True)`, or None for another node.
+
+    Softmax has the same result without the subtraction.
+    """
     if op_name(node) not in ("sub", "isub", "sub_") or len(node.args) != 2 or node.kwargs:
         return None
-    x, last = node.args
-    nodes, values = [], []
-    while isinstance(last, Node) and op_name(last) in {"getitem", "getattr", "detach"} | CASTS | COPIES:
-        nodes.append(last)
-        values += [last.args[1]] if op_name(last) in ("getitem", "getattr") else []
-        last = last.args[0]
-    if not isinstance(last, Node) or op_name(last) not in MAXIMA or last.args[0] is not x:
+    x, maximum = node.args
+    nodes, items = [], []
+    while isinstance(maximum, Node) and op_name(maximum) in {"getitem", "getattr", "detach"} | CASTS | COPIES:
+        nodes.append(maximum)
+        items += [maximum.args[1]] if op_name(maximum) in ("getitem", "getattr") else []
+        maximum = maximum.args[0]
+    if not isinstance(maximum, Node) or op_name(maximum) not in MAXIMA or maximum.args[0] is not x:
         return None
     tensor, rows = tensor_of(x), tensor_of(node.args[1])
     if tensor is None or rows is None or rows.dim() != tensor.dim():
         return None
-    if not is_last_dim(argument(last, 1, "dim"), tensor.dim()):
+    if not is_last_dim(argument(maximum, 1, "dim"), tensor.dim()):
         return None
-    takes_values = values in ([0], ["values"]) if op_name(last) == "max" else not values
-    return [*nodes, last] if takes_values else None
+    takes_values = items in ([0], ["values"]) if op_name(maximum) == "max" else not items
+    return [*nodes, maximum] if takes_values else None
 
 
 def is_last_dim(dim: Any, rank: int) -> bool:
@@ -40,7 +43,7 @@ def is_last_dim(dim: Any, rank: int) -> bool:
 
 
 def keeps_rows(source: Node, node: Node) -> bool:
-    """Return True if a reshape keeps the last two dims, so that it only merges or splits those before."""
+    """Return True if a reshape keeps the last two dims, and only merges or splits the dims before them."""
     before, after = tensor_of(source), tensor_of(node)
     return (
         before is not None

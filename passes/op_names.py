@@ -1,6 +1,7 @@
-"""Names of PyTorch ops that several passes read alike: functions and methods of one name count as one op.
+"""Names of PyTorch ops that several passes read: functions and methods of one name count as one op.
 
-A set says what its ops may do. Each pass proves from shapes, dtypes and arguments that a call does no more.
+The ops in a set may do what its name says, or more. Each pass proves from shapes, dtypes and arguments that a call does
+no more.
 """
 
 from __future__ import annotations

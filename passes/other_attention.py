@@ -1,6 +1,6 @@
-"""Attention without an SDPA call: written out as matrix products, or inside an op that does more than SDPA.
+"""Find attention of forms that are never rewritten: written out as matrix products, or inside larger ops.
 
-None of it is rewritten. It is found so that the report can say what would help.
+The report says what would help.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tatten.passes.eligible import check_transformed
 from tatten.passes.findings import Declined, source_location
 from tatten.passes.flex import is_flex
 from tatten.passes.metadata import reads_values
-from tatten.passes.op_names import CASTS, COPIES, MATMULS, REORDERS, RESHAPES, STRETCHES
+from tatten.passes.op_names import CASTS, CATS, COPIES, MATMULS, REORDERS, RESHAPES, STRETCHES
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.symbolic import known_equal, tensor_of
 
@@ -23,10 +23,16 @@ SOFTMAX = {"softmax", "_softmax", "special_softmax"}
 EXP = {"exp", "exp_", "exp2"}
 LOG_SUMS = {"logsumexp", "log_softmax", "_log_softmax", "special_log_softmax"}
 PRODUCTS = MATMULS | {"baddbmm", "mm", "addmm", "einsum", "tensordot"}
-NOT_SCORES = {"linear", "conv1d", "conv2d", "embedding", "scaled_dot_product_attention"}  # nor what uses them
+NOT_SCORES = {
+    "linear",
+    "conv1d",
+    "conv2d",
+    "embedding",
+    "scaled_dot_product_attention",
+}  # a search for scores ends here
 WITH_PROJECTIONS = {"multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd"}
 
-# Ops between a softmax and the product with values: the weights stay those of the same keys, maybe fewer or scaled.
+# Ops between a softmax and the product with values. Weights may be scaled or dropped, but keep their keys.
 CARRIES = {
     *(STRETCHES | RESHAPES | REORDERS | COPIES | CASTS),
     *("movedim", "getattr", "getitem", "slice", "narrow", "split", "chunk"),
@@ -36,10 +42,14 @@ CARRIES = {
 
 
 def find_other_attention(graph: Graph, known: Container[Node]) -> Iterator[Declined]:
-    """Yield the attention of forms that are never rewritten, in order. `known` are softmaxes and calls of other forms.
+    """Yield the attention of forms that are never rewritten, in order.
 
-    A softmax is attention if its scores are a matrix product of two activations and it is multiplied by a third. A
+    A softmax is attention if its scores are a matrix product of two activations, and it is multiplied by a third. A
     router, a classifier or a sampler takes the softmax of a product with a parameter, or doesn't multiply the result.
+
+    Args:
+        graph: the graph.
+        known: softmaxes and calls of attention that other passes handle.
     """
     for node in graph.nodes:
         name = op_name(node)
@@ -58,7 +68,7 @@ def find_other_attention(graph: Graph, known: Container[Node]) -> Iterator[Decli
 def _written_out(softmax: Node, name: str) -> Declined | None:
     users = sorted({user for node in _weights(softmax) for user in node.users})
     output = next((user for user in users if _multiplies_activations(user)), None)
-    normalised = name in SOFTMAX or any(op_name(user) == "sum" for user in users) or _less_log_sum(softmax)
+    normalised = name in SOFTMAX or any(op_name(user) == "sum" for user in users) or _subtracts_log_sum(softmax)
     if output is None or not normalised:
         return None
     scores = scores_above(softmax)
@@ -79,27 +89,27 @@ def _written_out(softmax: Node, name: str) -> Declined | None:
 
 
 def _declined(output: Node, decline: Decline) -> Declined:
-    """Return the finding for attention, given the op that returns its output."""
+    """Return the finding for attention; `output` is the node of its output."""
     return Declined(source_location(output), "", decline)
 
 
-def _less_log_sum(exp: Node) -> bool:
-    """Return True if this is `exp` of a `log_softmax`, or of scores less their `logsumexp`, maybe by way of a view."""
+def _subtracts_log_sum(exp: Node) -> bool:
+    """Return True if this is `exp` of a `log_softmax`, or of scores minus their `logsumexp`, maybe through a view."""
     sources = exp.all_input_nodes
     for _ in range(3):
         if any(op_name(node) in LOG_SUMS for node in sources):
             return True
-        sources = [before for node in sources for before in node.all_input_nodes]
+        sources = [source for node in sources for source in node.all_input_nodes]
     return False
 
 
 def _weights(softmax: Node) -> set[Node]:
-    """The softmax, and what is computed from it before the product with values."""
+    """Return the softmax and the nodes that are computed from it before the product with values."""
     return reached(softmax, lambda node: [user for user in node.users if op_name(user) in CARRIES])
 
 
 def scores_above(softmax: Node) -> set[Node]:
-    """The products of activations above a softmax, and what is computed from them down to it."""
+    """Return the products of activations above a softmax, and the nodes from them down to the softmax."""
     above = reached(softmax, lambda node: () if op_name(node) in PRODUCTS | NOT_SCORES else node.all_input_nodes)
     scores: set[Node] = set()
     for node in sorted(above):
@@ -121,15 +131,15 @@ def _is_parameter(node: Node) -> bool:
 
 
 def _adds_a_column(node: Node, scores: set[Node], softmax: Node) -> bool:
-    """Return True if logits other than scores are concatenated to scores and are still there in the softmax.
+    """Return True if other logits are concatenated to scores, and the softmax still includes them.
 
-    Relative positions pad scores as well, but only to shift them.
+    Relative positions also pad scores, but only to shift them.
     """
-    here, there = tensor_of(node), tensor_of(softmax)
+    joined, weights = tensor_of(node), tensor_of(softmax)
     return (
-        op_name(node) in ("cat", "concat", "concatenate")
+        op_name(node) in CATS
         and not scores.issuperset(node.all_input_nodes)
-        and here is not None
-        and there is not None
-        and known_equal(here.shape[-1], there.shape[-1])
+        and joined is not None
+        and weights is not None
+        and known_equal(joined.shape[-1], weights.shape[-1])
     )

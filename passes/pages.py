@@ -1,7 +1,7 @@
-"""Keys and values that a program gathers through a block table: found as pages of the pool that it gathers from.
+"""Find keys and values that a program gathers through a block table, as pages of the pool that it gathers from.
 
-`pool[table]` copies the pages of each sequence. The op reads them in the pool, if the copy has pages and the keys in
-each of them in order, and nothing else reads it.
+`pool[table]` copies the pages of each sequence. The op reads them from the pool instead, if pages and their keys are in
+order in the copy, and nothing else reads it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 
 from tatten.ops.layout import BATCH, LENGTH
 from tatten.ops.pages import LARGEST_PAGE, is_page_size
-from tatten.passes.block_table import BlockTable, of_flat_index, of_slots, without_casts
+from tatten.passes.block_table import BlockTable, slots_of, table_of_flat_index, without_casts
 from tatten.passes.calls import op_name
 from tatten.passes.drafts import Drafting, Drafts, dtensor_behind
 from tatten.passes.metadata import reads_values
@@ -27,9 +27,9 @@ from tatten.passes.symbolic import (
     same_storage,
     tensor_of,
 )
-from tatten.passes.views import Size, Walk, source_of, way_back
+from tatten.passes.views import Size, Walk, source_of, walks_back
 
-# On a GPU the gather stays, as it did before: the kernel for pages compiles for Hopper, but has not run on one yet.
+# On a GPU the gather stays: the kernel for pages compiles for Hopper, but has not run there yet.
 DEVICES = {"cpu"}
 
 
@@ -41,11 +41,12 @@ def both_in_pages(
     With `may_guard`, a guard is added if the pools' numbers of pages can't be proven equal.
 
     Returns:
-        Keys and values as pages; why they are read as the program gathers them; None where neither is gathered.
+        Keys and values as pages, the reason why they are read as the program gathers them, or None if neither is
+        gathered.
     """
     if call.sharding is not None:
         return None
-    outcomes = {name: _in_pages(x, Drafting(drafts, call.shown)) for name, x in (("key", key), ("value", value))}
+    outcomes = {name: _in_pages(x, Drafting(drafts, call.source_node)) for name, x in (("key", key), ("value", value))}
     for name, x in outcomes.items():
         if isinstance(x, str):
             return Decline(Reason.PAGES, f"{name} {x}")
@@ -86,13 +87,13 @@ def _check_numbers_of_pages(key: Stored, value: Stored, may_guard: bool) -> Decl
 
 
 def _is_page(size: Size) -> bool:
-    """Return True if the op takes pages of so many keys."""
-    known = constant(size)
-    return known is not None and is_page_size(known)
+    """Return True if the op supports pages of `size` keys."""
+    fixed = constant(size)
+    return fixed is not None and is_page_size(fixed)
 
 
 def _check_uses(call: SdpaCall, pair: tuple[Stored, Stored]) -> Decline | None:
-    """Return the reason not to read pages though they are known, or None."""
+    """Return the reason if the program still needs the copy of the pages, or pages are written too early, or None."""
     path = {node for stored in pair for node in stored.path}
     for stored in pair:
         pool = known_tensor(stored.base)
@@ -111,54 +112,55 @@ def _check_uses(call: SdpaCall, pair: tuple[Stored, Stored]) -> Decline | None:
 
 
 def _in_pages(stored: Stored, draft: Drafting) -> Stored | str | None:
-    """Return what `stored` was gathered from, as pages; or why it is read as it is, though it was gathered.
+    """Return the pool from which `stored` was gathered, as pages, or the reason why the pool can't be read.
 
-    The result is None if `stored` was not gathered through a table.
+    Return None if `stored` was not gathered through a table.
     """
     if dtensor_behind(stored.base) is not None or stored.shared or stored.overlaid:
         return None
     last = walk_on(stored, stored.base, stored.path)
-    for walk in way_back(last):
+    for walk in walks_back(last):
         if walk.rows:
             return None
         selection = selection_at(walk, draft)
         if selection is not None:
             return _pages_of(selection, draft)
         last = walk
-    return _unread(last)
+    return _unread_reason(last)
 
 
 def _pages_of(selection: PageSelection, draft: Drafting) -> Stored | str:
-    """The pool of a selection, as pages; or why it can't be read."""
+    """Return the pool of a selection as pages, or the reason why it can't be read."""
     walk, dim, table = selection.walk, selection.dim, without_casts(selection.table)
-    pool = known_tensor(walk.here)
+    pool = known_tensor(walk.node)
     batch, _ = table.shape
-    of_batch, of_pages = selection.places
-    shown = f"is gathered by {table} from `{walk.here}`"
-    own = [d for d, x in enumerate(walk.parts) if x is not None and x[0] == BATCH and not known_equal(pool.shape[d], 1)]
-    if own or not (of_batch == (BATCH,) or known_equal(batch, 1)):
+    batch_part, page_part = selection.places
+    shown = f"is gathered by {table} from `{walk.node}`"
+    roles = [None if part is None else part[0] for part in walk.parts]
+    has_batch = any(role == BATCH and not known_equal(n, 1) for role, n in zip(roles, pool.shape, strict=True))
+    if has_batch or not (batch_part == (BATCH,) or known_equal(batch, 1)):
         return f"{shown}, but not one row for each sequence"
-    minor = [d for d, x in enumerate(walk.parts) if x is not None and x[0] == LENGTH]
-    if len(minor) > 1 or not (of_pages is None or of_pages[0] == LENGTH):
+    minor = [d for d, role in enumerate(roles) if role == LENGTH]
+    if len(minor) > 1 or not (page_part is None or page_part[0] == LENGTH):
         return f"{shown}, and a page doesn't hold keys one after the other"
-    if minor and of_pages is not None and (walk.parts[minor[0]] or ()) < of_pages:
+    if minor and page_part is not None and (walk.parts[minor[0]] or ()) < page_part:
         return f"{shown}, and the keys of its pages are interleaved"
     parts = [(BATCH,) if d == dim else (LENGTH,) if d in minor else part for d, part in enumerate(walk.parts)]
-    here = walk.here
-    slots = of_slots(table) if not minor else None
+    base = walk.node
+    slots = slots_of(table) if not minor else None
     if slots is not None and is_page_size(slots.page) and known_equal(pool.shape[dim] % slots.page, 0):
-        here = draft("unflatten", here, dim, (-1, slots.page))
+        base = draft("unflatten", base, dim, (-1, slots.page))
         parts[dim : dim + 1] = [(BATCH,), (LENGTH,)]
         table = slots.table
-    stored = stored_at(dataclasses.replace(walk, here=here, parts=tuple(parts)))
+    stored = stored_at(dataclasses.replace(walk, node=base, parts=tuple(parts)))
     if stored is None or stored.shared:
         return f"{shown}, whose dims {list(pool.shape)} aren't those of pages, keys, heads and head_dim"
     return dataclasses.replace(stored, table=table)
 
 
-def _unread(walk: Walk) -> str | None:
-    """Why keys that a walk can't follow further are no pages, if a table selected them; None if none did."""
-    node, dtype, index = walk.here, known_tensor(walk.here).dtype, None
+def _unread_reason(walk: Walk) -> str | None:
+    """Return the reason why keys at the end of a walk aren't read as pages, or None if no table selected them."""
+    node, dtype, index = walk.node, known_tensor(walk.node).dtype, None
     while (source := source_of(node)) is not None and op_name(node) in CASTS | RESHAPES | REORDERS | BY_INDEX:
         index = index_of(node, known_tensor(source).dim())
         if index is not None:
@@ -166,8 +168,8 @@ def _unread(walk: Walk) -> str | None:
         node = source
     if index is None:
         return None
-    table = of_flat_index(*index[1:]) or BlockTable(*index[1:])
+    table = table_of_flat_index(*index[1:]) or BlockTable(*index[1:])
     if known_tensor(table.entries).dim() < 2:
         return None
-    how, before = f"is gathered by {table}", known_tensor(node).dtype
-    return f"{how}, in a form that isn't known" if before == dtype else f"{how}, and cast from {before} to {dtype}"
+    shown, before = f"is gathered by {table}", known_tensor(node).dtype
+    return f"{shown}, in a form that isn't known" if before == dtype else f"{shown}, and cast from {before} to {dtype}"

@@ -1,4 +1,4 @@
-"""Picks: the keys that the queries of a call attend to at most, by their indices."""
+"""Picks: the indices of the keys that the queries of a call may attend to."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tatten.passes.views import Size
 
 @dataclass(frozen=True)
 class Picks:
-    """The keys that the queries of a call attend to, at most.
+    """The keys that the queries of a call may attend to.
 
     Attributes:
         indices: `[batch, 1 or heads, q_length, picks]`, a node or a draft of integers.
-        block: how many neighbouring keys an index names.
-        mask: the mask that tells which of these keys count; None if all do.
+        block: number of neighbouring keys that an index names.
+        mask: the mask of these keys; None if all of them count.
         rest_bias: the bias of all other keys; None if they are excluded.
-        distinct: whether no row is known to name a key twice.
+        distinct: whether each row is known to name no key twice.
         names_all: whether each row is known to name all keys.
         kv_length: the number of keys.
         by_top_k: whether a top-k is known to have picked them.
         path: the nodes that may have no users once `indices` are read in place of the call's mask.
-        written: nodes that are filled and the nodes that scatter into them in place, which may go, too.
+        written: filled nodes and the nodes that scatter into them in place. They may have no users then, too.
     """
 
     indices: Node
@@ -54,18 +54,18 @@ class Picks:
 
     @property
     def most_keys(self) -> int | None:
-        """The number of keys that a query attends to, at most; None if it is unknown."""
+        """An upper bound of the keys that a query attends to; None if it is unknown."""
         count = hint(self.count)
         return None if count is None else count * self.block
 
-    def read_of(self, length: int, queries: int = 1) -> int:
-        """The number of keys, of so many, that are read at most for `queries`, each of which may have picked others."""
+    def keys_read(self, length: int, queries: int = 1) -> int:
+        """Return an upper bound of the keys, out of `length`, that are read for `queries` with different picks."""
         return length if self.names_all or self.most_keys is None else min(self.most_keys * queries, length)
 
     def fits(self, kv_heads: Size) -> bool:
-        """Return True if each of so many kv heads has one head of the indices."""
-        most = constant(kv_heads)
-        return self.heads == 1 or (most is not None and most % self.heads == 0)
+        """Return True if each of `kv_heads` kv heads has one head of the indices."""
+        fixed = constant(kv_heads)
+        return self.heads == 1 or (fixed is not None and fixed % self.heads == 0)
 
     def __str__(self) -> str:
         blocks = "" if self.block == 1 else f" blocks of {self.block} keys,"

@@ -1,6 +1,6 @@
-"""Keys put together of pieces along head_dim: by `cat`, or by copies or assignments to parts of an empty tensor.
+"""Find the pieces of keys that are joined along head_dim, by `cat` or by writes to columns of an empty tensor.
 
-Functional graphs, such as exported ones, have `slice_scatter` in place of such copies.
+Functional graphs, such as exported ones, have `slice_scatter` in place of these writes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tatten.passes.mutation import writes, written_between
 from tatten.passes.op_names import CASTS, CATS, COPIES, REORDERS
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.symbolic import constant, known_equal, known_shape, known_tensor, same_storage, tensor_of
-from tatten.passes.views import Walk, begin, source_of, step_back
+from tatten.passes.views import Walk, begin_walk, source_of, step_back
 
 ALLOCATES = {"empty", "new_empty", "empty_like", "zeros", "new_zeros", "zeros_like"}
 SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split"}
@@ -27,7 +27,7 @@ SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split"}
 
 @dataclass(frozen=True)
 class Piece:
-    """Columns `lo` to `hi` of head_dim, which hold the same as the tensor where `source` begins; heads may share it."""
+    """Columns `lo` to `hi` of head_dim, which are equal to the tensor where `source` begins. Heads may share it."""
 
     lo: int
     hi: int
@@ -40,42 +40,42 @@ class Piece:
 
 @dataclass(frozen=True)
 class Assembly:
-    """A tensor in pieces, in the order of their columns; those without columns are left out.
+    """A tensor in pieces, in the order of their columns. Pieces without columns are left out.
 
     Attributes:
-        pieces: they tile all columns, if there is no `trouble`.
-        path: the nodes that put it together, of which none is more than that.
-        trouble: the reason why the tensor may hold something else when it is read, if it may.
+        pieces: the pieces. They tile all columns unless there is an `obstacle`.
+        path: the nodes that join the pieces and do nothing else.
+        obstacle: the reason why the tensor may hold something else when it is read, or None.
     """
 
     pieces: tuple[Piece, ...]
     path: tuple[Node, ...] = ()
-    trouble: Decline | None = None
+    obstacle: Decline | None = None
 
 
 def pieces_of(node: Node, reader: Node) -> Assembly:
-    """The pieces of keys `node` as `reader` finds them; one piece, itself, if they were not put together."""
-    walk, path = begin(node), list[Node]()
-    while op_name(walk.here) in CASTS | COPIES | REORDERS and (back := step_back(walk)) is not None:
-        path += without_drafts([walk.here])
+    """Return the pieces of keys `node` at the time when `reader` reads them. Other keys are one piece."""
+    walk, path = begin_walk(node), list[Node]()
+    while op_name(walk.node) in CASTS | COPIES | REORDERS and (back := step_back(walk)) is not None:
+        path += without_drafts([walk.node])
         walk = back
-    assembly, joined = None, tensor_of(walk.here)
-    if joined is not None and walk.parts[-1] == (HEAD_DIM,) and not writes(walk.here):
-        if op_name(walk.here) in CATS:
+    assembly, joined = None, tensor_of(walk.node)
+    if joined is not None and walk.parts[-1] == (HEAD_DIM,) and not writes(walk.node):
+        if op_name(walk.node) in CATS:
             assembly = _concatenated(walk, joined, reader)
-        elif op_name(walk.here) in ALLOCATES:
-            assembly = _copied(walk, joined, reader)
-        elif op_name(walk.here) == "slice_scatter":
+        elif op_name(walk.node) in ALLOCATES:
+            assembly = _written_in_columns(walk, joined, reader)
+        elif op_name(walk.node) == "slice_scatter":
             assembly = _scattered(walk, joined, reader)
     if assembly is None or joined is None:
-        return Assembly((Piece(0, _width(node), begin(node)),))
+        return Assembly((Piece(0, _width(node), begin_walk(node)),))
     copies = [x for x in path if (tensor := tensor_of(x)) is not None and not same_storage(tensor, joined)]
-    trouble = (assembly.trouble, *(_written(x, reader) for x in copies))
-    return Assembly(assembly.pieces, (*path, *assembly.path), next(filter(None, trouble), None))
+    obstacles = (assembly.obstacle, *(_written(x, reader) for x in copies))
+    return Assembly(assembly.pieces, (*path, *assembly.path), next(filter(None, obstacles), None))
 
 
 def columns_of(node: Node) -> tuple[Node, int, int, tuple[Node, ...]] | None:
-    """The tensor that `node` takes consecutive indices of one dim of: it, the dim, the first index, and the nodes."""
+    """Return the tensor that `node` slices along one dim, the dim, the first index, and the nodes, or None."""
     path: tuple[Node, ...] = (node,)
     source: Any = argument(node, 0, "input")
     if node.target is operator.getitem and op_name(source) in SPLITS:
@@ -85,7 +85,7 @@ def columns_of(node: Node) -> tuple[Node, int, int, tuple[Node, ...]] | None:
     before, after = tensor_of(source), tensor_of(node)
     if not isinstance(source, Node) or before is None or after is None or before.dim() != after.dim():
         return None
-    if not same_storage(before, after):  # the offset would not tell which part of it this is
+    if not same_storage(before, after):  # a copy, whose offset says nothing about the slice
         return None
     dims = [d for d in range(after.dim()) if not known_equal(before.shape[d], after.shape[d])]
     skipped = constant(after.storage_offset() - before.storage_offset())
@@ -101,7 +101,7 @@ def _slices(node: Node) -> bool:
 
 
 def _width(node: Node) -> int:
-    """The number of columns; -1 if it is dynamic, which is no one's."""
+    """Return the number of columns, or -1 if it is dynamic."""
     width = constant(known_tensor(node).shape[-1])
     return -1 if width is None else width
 
@@ -112,8 +112,8 @@ def _written(node: Node, reader: Node) -> Decline | None:
 
 
 def _concatenated(walk: Walk, joined: Tensor, reader: Node) -> Assembly | None:
-    """The pieces of a `cat` over the last dim."""
-    node = walk.here
+    """Return the pieces of a `cat` over the last dim, or None."""
+    node = walk.node
     tensors, dim = argument(node, 0, "tensors"), argument(node, 1, "dim", node.kwargs.get("axis", 0))
     if not isinstance(tensors, (list, tuple)) or dim not in (-1, joined.dim() - 1):
         return None
@@ -128,15 +128,15 @@ def _concatenated(walk: Walk, joined: Tensor, reader: Node) -> Assembly | None:
     return Assembly(_with_columns(pieces), (node,), _written(node, reader))
 
 
-def _copied(walk: Walk, joined: Tensor, reader: Node) -> Assembly | None:
-    """The pieces of an empty tensor, each written to a part of it before `reader`."""
-    node, trouble = walk.here, None
+def _written_in_columns(walk: Walk, joined: Tensor, reader: Node) -> Assembly | None:
+    """Return the pieces that are written to columns of an empty tensor before `reader`, or None."""
+    node, obstacle = walk.node, None
     pieces, path, last = list[Piece](), [node], node
     while (writer := written_between([joined], last, reader)) is not None:
         last = writer
-        piece = None if writer.users else _copy(writer, walk, joined)
+        piece = None if writer.users else _piece_written(writer, walk, joined)
         if piece is None:
-            trouble = Decline(
+            obstacle = Decline(
                 Reason.WRITTEN, f"`{writer}` writes to keys, `{node}`, otherwise than a copy of columns does"
             )
             continue
@@ -147,11 +147,11 @@ def _copied(walk: Walk, joined: Tensor, reader: Node) -> Assembly | None:
             path.append(view)
             view = source_of(view)
     tiles = _with_columns(pieces)
-    return Assembly(tiles, tuple(path), trouble or _gap(tiles, joined)) if pieces else None
+    return Assembly(tiles, tuple(path), obstacle or _gap(tiles, joined)) if pieces else None
 
 
-def _copy(writer: Node, walk: Walk, joined: Tensor) -> Piece | None:
-    """Return the piece that a `copy_` into columns of `joined`, or an assignment to some, writes; else None."""
+def _piece_written(writer: Node, walk: Walk, joined: Tensor) -> Piece | None:
+    """Return the piece that a `copy_` or an assignment writes to columns of `joined`, or None for other writes."""
     if writer.target is operator.setitem:
         _, index, source = writer.args
         columns = _columns_at(index, joined.dim())
@@ -178,7 +178,7 @@ def _copy(writer: Node, walk: Walk, joined: Tensor) -> Piece | None:
 
 
 def _columns_at(index: Any, rank: int) -> slice | None:
-    """The columns that an index takes of a tensor of that rank, if it takes all of the other dims."""
+    """Return the columns that an index takes from a tensor of this rank, or None if it cuts other dims."""
     parts: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
     dots = [i for i, part in enumerate(parts) if part is ...]
     if len(dots) > 1 or any(part is not ... and not isinstance(part, slice) for part in parts):
@@ -191,7 +191,7 @@ def _columns_at(index: Any, rank: int) -> slice | None:
 
 
 def _fill(source: Any, columns: range, walk: Walk, joined: Tensor) -> bool:
-    """Return True if a copy of `source` fills those columns of `joined`: as it is, or from one head for all heads."""
+    """Return True if a copy of `source` fills these columns of `joined`, for each head or from one head for all."""
     tensor = tensor_of(source)
     if tensor is None or tensor.dtype != joined.dtype or tensor.device != joined.device or tensor.dim() != joined.dim():
         return False
@@ -200,8 +200,8 @@ def _fill(source: Any, columns: range, walk: Walk, joined: Tensor) -> bool:
 
 
 def _scattered(walk: Walk, joined: Tensor, reader: Node) -> Assembly | None:
-    """The pieces of an empty tensor after a chain of `slice_scatter` over the last dim, the last one first."""
-    node = walk.here
+    """Return the pieces that a chain of `slice_scatter` writes to columns of an empty tensor, last first, or None."""
+    node = walk.node
     pieces, path = list[Piece](), list[Node]()
     while op_name(node) == "slice_scatter":
         base, source, dim = argument(node, 0, "self"), argument(node, 1, "src"), argument(node, 2, "dim", 0)
@@ -222,8 +222,8 @@ def _scattered(walk: Walk, joined: Tensor, reader: Node) -> Assembly | None:
         return None
     path.append(node)
     tiles = _with_columns(pieces)
-    trouble = (_gap(tiles, joined), *(_written(x, reader) for x in path))
-    return Assembly(tiles, tuple(path), next(filter(None, trouble), None))
+    obstacles = (_gap(tiles, joined), *(_written(x, reader) for x in path))
+    return Assembly(tiles, tuple(path), next(filter(None, obstacles), None))
 
 
 def _piece(columns: range, source: Any, walk: Walk) -> Piece:
@@ -235,7 +235,7 @@ def _with_columns(pieces: list[Piece]) -> tuple[Piece, ...]:
 
 
 def _gap(pieces: tuple[Piece, ...], joined: Tensor) -> Decline | None:
-    """The reason why the pieces don't tile all columns; None if they do."""
+    """Return the reason why the pieces don't tile all columns, or None if they do."""
     ends = [0, *(piece.hi for piece in pieces)]
     starts = [*(piece.lo for piece in pieces), constant(joined.shape[-1])]
     filled = ", ".join(f"{piece.lo}:{piece.hi}" for piece in pieces)

@@ -1,4 +1,4 @@
-"""Matrix products of attention that is written out: which tensors they multiply, and how those are laid out."""
+"""Matrix products of attention that is written out: the factors of a product, and their layout."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tatten.passes.symbolic import is_input_number, known_equal, known_shape, nu
 from tatten.passes.views import Size, order_of
 
 View = tuple[Any, ...]  # a method of tensors and its arguments
-Heads = tuple[Size, ...]  # [batch, heads], or [batch, kv heads, queries of each]
+Heads = tuple[Size, ...]  # [batch, heads], or [batch, kv heads, query heads of each kv head]
 
 
 @dataclass(frozen=True)
 class Factor:
-    """A factor of a product: `node` with `views` applied to it, which leave it in memory as it is.
+    """A factor of a product: `node` with `views` applied, which do not copy.
 
     Attributes:
         path: the nodes from the product to the one that reads `node`.
@@ -39,9 +39,9 @@ class Product:
     """A product `scale * (left @ right) + beta * bias` of tensors `[..., m, n]` and `[..., n, k]`.
 
     Attributes:
-        back: the view that makes the result of it; None where it is the result.
-        unknown_scale: a number that is an input and multiplies the product; `scale` is 1 then.
-        unknown_beta: a number that is an input and multiplies the bias; `beta` is 1 then.
+        back: the view that turns the product into the node's result; None if they are the same.
+        unknown_scale: an input number that multiplies the product; `scale` is then 1.
+        unknown_beta: an input number that multiplies the bias; `beta` is then 1.
     """
 
     node: Node
@@ -56,11 +56,11 @@ class Product:
 
 
 def product_of(node: Node, weights: Node | None = None) -> Product | None:
-    """The batched product that a node computes, if it is one.
+    """Return the batched product that a node computes, or None.
 
     Args:
         node: any node.
-        weights: what has to be the left factor; without it, the last dim of the result tells left from right.
+        weights: the node that must be the left factor. Without it, the last dim of the result tells left from right.
     """
     name = op_name(node)
     if name in MATMULS:
@@ -99,7 +99,7 @@ def _checked(product: Product, weights: Node | None) -> Product | None:
 
 
 def _einsum(node: Node, weights: Node | None) -> Product | None:
-    """A product of two factors in any order of their dims, as in "bqhd,bkhd->bhqk", or "bkgqd,bskd->bkgqs"."""
+    """Read an einsum of two factors with dims in any order, such as "bqhd,bkhd->bhqk" or "bkgqd,bskd->bkgqs"."""
     equation, factors = spelled_out(node)
     inputs, _, out = equation.partition("->")
     letters = inputs.split(",")
@@ -115,30 +115,33 @@ def _einsum(node: Node, weights: Node | None) -> Product | None:
         [x for x in left if x in right and x not in out],
         [x for x in right if x in out and x not in left],
     )
-    # What counts queries and not keys is a row, but for heads that share their keys: these come before it.
+    # The last dim of the left factor alone counts queries. Dims before it count heads that share their keys.
     order = out if weights is None else left
     rows = [x for x in order if x in rows][-1:]
     lead = [x for x in order if x in out and x not in (*rows, *inner, *columns)]
     if not len(rows) == len(inner) == len(columns) == 1 or set(left) != {*lead, *rows, *inner}:
         return None
     result = "".join([*lead, *rows, *columns])
-    have = {*out} == {*result} and {*right} <= {*lead, *inner, *columns}
+    complete = {*out} == {*result} and {*right} <= {*lead, *inner, *columns}
     if (
-        not have
+        not complete
         or (weights is None and result != out)
         or (weights is not None and left != "".join([*lead, *rows, *inner]))
     ):
         return None
     back = None if result == out else ("permute", *[result.index(x) for x in out])
     first = Factor(factors[0], _permuted(left, [*lead, *rows, *inner]))
-    shared = [("unsqueeze", i) for i, x in enumerate(lead) if x not in right]
-    kept = [x for x in lead if x in right]
-    second = Factor(factors[1], (*_permuted(right, [*kept, *inner, *columns]), *shared))
+    new_dims = [("unsqueeze", i) for i, x in enumerate(lead) if x not in right]
+    lead_of_right = [x for x in lead if x in right]
+    second = Factor(factors[1], (*_permuted(right, [*lead_of_right, *inner, *columns]), *new_dims))
     return Product(node, first, second, back=back)
 
 
 def spelled_out(node: Node) -> tuple[str, list[Any]]:
-    """The equation of an einsum with letters in place of dots, and its factors; an empty one where it is of no use."""
+    """Return the equation of an einsum with letters in place of dots, and its factors.
+
+    The equation is empty if it is not understood.
+    """
     equation: Any
     factors: Any
     equation, *factors = node.args
@@ -163,27 +166,27 @@ def spelled_out(node: Node) -> tuple[str, list[Any]]:
     return (equation if fits and "." not in equation else ""), factors
 
 
-def _permuted(have: str, want: list[str]) -> tuple[View, ...]:
-    return () if list(have) == want else (("permute", *[have.index(x) for x in want]),)
+def _permuted(letters: str, order: list[str]) -> tuple[View, ...]:
+    return () if list(letters) == order else (("permute", *[letters.index(x) for x in order]),)
 
 
 def with_heads(factor: Factor, heads: Heads | None, *, narrow: bool) -> Factor | None:
-    """The factor as `[batch, heads, ...]`, before what only copies, merges or swaps dims; None if it has other dims.
+    """Return the factor as `[batch, heads, ...]`, before ops that only copy it or merge or swap dims, or None.
 
     Args:
         factor: a factor of a product of tensors of rank 3 to 5.
-        heads: the batch and the number of heads that the first dim of rank 3 merges, or the batch, the kv heads and the
-            queries of each that are dims of their own.
+        heads: the batch and the number of heads that the first dim merges in tensors of rank 3; or the batch, the kv
+            heads and the query heads of each, as three dims.
         narrow: whether to go back before casts to a wider dtype, too.
     """
     node, path, swapped = factor.node, list(factor.path), False
-    for here in _back(factor.node, narrow):
-        if here is not node:
-            if factor.views and op_name(node) not in CASTS | COPIES:  # views are of these dims
+    for source in _sources(factor.node, narrow):
+        if source is not node:
+            if factor.views and op_name(node) not in CASTS | COPIES:  # the views apply to these dims
                 break
             path.append(node)
             swapped ^= _swaps(node)
-            node = here
+            node = source
     views = factor.views
     tensor = viewed(Factor(node, views))
     if tensor is None:
@@ -203,7 +206,7 @@ def with_heads(factor: Factor, heads: Heads | None, *, narrow: bool) -> Factor |
 
 
 def viewed(factor: Factor) -> Tensor | None:
-    """The tensor that a factor's views make of its node."""
+    """Return the tensor of a factor's node with its views applied, or None."""
     tensor = tensor_of(factor.node)
     for name, *args in factor.views if tensor is not None else ():
         tensor = getattr(tensor, name)(*args)
@@ -211,18 +214,18 @@ def viewed(factor: Factor) -> Tensor | None:
 
 
 def _joined(tensor: Tensor, heads: Heads) -> tuple[View, ...] | None:
-    """Views that make one dim of kv heads and the queries of each, or of kv heads that are there once."""
+    """Return views that merge kv heads and the query heads of each into one dim, or None for other dims."""
     views: tuple[View, ...] = (("flatten", 1, 2),)
     if tensor.dim() == 4:
         views, tensor = (("unsqueeze", 0), *views), tensor.unsqueeze(0)
     if tensor.dim() != 5 or not known_shape(tensor.shape[:2], heads[:2]):
         return None
-    each = tensor.shape[2]
-    return views if known_equal(each, 1) or known_equal(each, heads[2]) else None
+    group_size = tensor.shape[2]
+    return views if known_equal(group_size, 1) or known_equal(group_size, heads[2]) else None
 
 
-def _back(node: Node, narrow: bool) -> Iterator[Node]:
-    """A factor, and the tensors behind it that hold the same numbers in dims `[batch, heads]` or one for both."""
+def _sources(node: Node, narrow: bool) -> Iterator[Node]:
+    """Yield a factor and the tensors that it was copied from, with dims `[batch, heads]` or one dim for both."""
     while True:
         yield node
         source = node.args[0] if node.args else None

@@ -1,6 +1,6 @@
-"""The walk back from keys or values to the product of latents and a weight that makes them, however it is written.
+"""Walk back from keys or values to the product of latents and a weight that makes them, in any spelling.
 
-Dims are told by letters, as in `einsum`: `linear` is `abr,nr->abn`, where `n` are the columns of all heads.
+Letters name dims, as in `einsum`: `linear` is `abr,nr->abn`, where `n` counts the columns of all heads.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tatten.passes.mutation import writes
 from tatten.passes.op_names import CASTS, COPIES, RESHAPES
 from tatten.passes.pieces import columns_of
 from tatten.passes.symbolic import constant, known_equal, known_shape, known_tensor, same_storage, tensor_of
-from tatten.passes.views import Part, Size, Walk, begin, source_of, step_back
+from tatten.passes.views import Part, Size, Walk, begin_walk, source_of, step_back
 
-FLAT: Part = (HEADS, HEAD_DIM)  # of a dim that has all columns of the first head, then those of the next
-RANK: Part = (-1,)  # of the dim of a weight that latents are multiplied with
+FLAT: Part = (HEADS, HEAD_DIM)  # a dim with all columns of the first head, then those of the next head
+RANK: Part = (-1,)  # the dim of a weight that is multiplied with latents
 
-Letters = tuple[str, str, str]  # of the dims of both factors and of the product
+Letters = tuple[str, str, str]  # the letters of the dims of both factors and of the product
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,12 @@ class Projection:
 
     Attributes:
         product: the node that multiplies.
-        latent: a walk from one factor, of which heads have nothing of their own.
-        weight: the other one.
-        order: the dims of `weight` that have heads, columns and rank; or columns of all heads, and rank.
+        latent: a walk from the latents, the factor that all heads share.
+        weight: the other factor.
+        order: the dims of `weight` that count heads, columns and rank; or columns of all heads, and rank.
         heads, width: the heads of the product, and the columns of each.
-        path: the nodes from where this was found on, the product among them.
+        lo, hi: the columns of each head.
+        path: the nodes from where the walk began to the product.
     """
 
     product: Node
@@ -52,17 +53,17 @@ class Projection:
 
 
 def projection_of(start: Walk) -> Projection | Node:
-    """Walk back from keys or values to a projection of latents; the node where that ends if to none."""
+    """Walk back from keys or values to a projection of latents. Without one, return the node where the walk ends."""
     walk: Walk | None = start
     path: tuple[Node, ...] = ()
-    lo, end = 0, start.here
+    lo, end = 0, start.node
     while walk is not None and not walk.stretched and not walk.rows:
-        end = walk.here
+        end = walk.node
         columns = columns_of(end)
         if columns is None:
-            projection = _product(end, walk.parts) or _split_into_heads(walk)
+            projection = _projection_at(end, walk.parts) or _split_into_heads(walk)
             if projection is not None:
-                width = constant(tensor_of(start.here).shape[start.parts.index((HEAD_DIM,))])  # type: ignore[union-attr]
+                width = constant(tensor_of(start.node).shape[start.parts.index((HEAD_DIM,))])  # type: ignore[union-attr]
                 path = (*path, *walk.path, *projection.path)
                 return end if width is None else dataclasses.replace(projection, lo=lo, hi=lo + width, path=path)
             walk = step_back(walk)
@@ -75,15 +76,15 @@ def projection_of(start: Walk) -> Projection | Node:
 
 
 def same_latents(a: Walk, b: Walk) -> bool:
-    """Return True if two factors are the same in memory, maybe as two views that differ in dims of size 1."""
-    if a.here is b.here:
+    """Return True if two factors are the same tensor in memory, apart from dims of size 1."""
+    if a.node is b.node:
         return a.parts == b.parts
-    x, y = tensor_of(a.here), tensor_of(b.here)
+    x, y = tensor_of(a.node), tensor_of(b.node)
     if x is None or y is None or not same_storage(x, y) or not known_equal(x.storage_offset(), y.storage_offset()):
         return False
     dims = [(a.parts.index(part), b.parts.index(part)) for part in a.parts if part is not None and part in b.parts]
-    alike = all(known_equal(x.shape[i], y.shape[j]) and known_equal(x.stride(i), y.stride(j)) for i, j in dims)
-    return alike and {*a.parts} - {None} == {*b.parts} - {None} and x.is_neg() == y.is_neg()
+    same_layout = all(known_equal(x.shape[i], y.shape[j]) and known_equal(x.stride(i), y.stride(j)) for i, j in dims)
+    return same_layout and {*a.parts} - {None} == {*b.parts} - {None} and x.is_neg() == y.is_neg()
 
 
 def is_input(node: Node) -> bool:
@@ -99,14 +100,16 @@ def is_input(node: Node) -> bool:
 
 
 def _split_into_heads(walk: Walk) -> Projection | None:
-    """The product whose columns were reshaped to the tensor at hand, `[batch, length, heads, width]`."""
-    node, split = walk.here, tensor_of(walk.here)
+    """Return the projection whose columns were reshaped to the tensor `[batch, length, heads, width]`, or None."""
+    node, split = walk.node, tensor_of(walk.node)
     if op_name(node) not in RESHAPES or walk.parts != ((BATCH,), (LENGTH,), (HEADS,), (HEAD_DIM,)) or split is None:
         return None
     path, source = [node], source_of(node)
-    while source is not None and op_name(source) in CASTS | COPIES and (back := step_back(begin(source))) is not None:
+    while (
+        source is not None and op_name(source) in CASTS | COPIES and (back := step_back(begin_walk(source))) is not None
+    ):
         path.append(source)
-        source = back.here
+        source = back.node
     flat = tensor_of(source)
     if source is None or flat is None:
         return None
@@ -116,26 +119,27 @@ def _split_into_heads(walk: Walk) -> Projection | None:
         return None
     for ones in ((), (None,)):
         if known_shape(flat.shape, (batch, *(1 for _ in ones), length, heads * width)):
-            projection = _product(source, ((BATCH,), *ones, (LENGTH,), FLAT))
+            projection = _projection_at(source, ((BATCH,), *ones, (LENGTH,), FLAT))
             if projection is not None:
                 return dataclasses.replace(projection, heads=heads, width=width, path=(*path, *projection.path))
     return None
 
 
-def _product(node: Node, parts: Sequence[Part | None]) -> Projection | None:
-    """The projection of latents that `node` is, if it is one whose dims have these parts."""
+def _projection_at(node: Node, parts: Sequence[Part | None]) -> Projection | None:
+    """Return the projection of latents that `node` computes, whose dims have these parts, or None."""
     factors, product = _factors(node), tensor_of(node)
     if factors is None or product is None:
         return None
-    a, b, (of_a, of_b, of_product) = factors
-    part_of = dict(zip(of_product, parts, strict=True))
-    for latent, weight, of_latent, of_weight in ((a, b, of_a, of_b), (b, a, of_b, of_a)):
-        shared = {*of_latent} & {*of_weight}
-        if len(shared) != 1 or shared & {*of_product}:
+    a, b, (a_letters, b_letters, product_letters) = factors
+    part_of = dict(zip(product_letters, parts, strict=True))
+    orders = (a, b, a_letters, b_letters), (b, a, b_letters, a_letters)
+    for latent, weight, latent_letters, weight_letters in orders:
+        shared = {*latent_letters} & {*weight_letters}
+        if len(shared) != 1 or shared & {*product_letters}:
             return None
-        ranks = [size for x, letters in ((a, of_a), (b, of_b)) for size in _sizes(x, letters, shared)]
-        walk = _latents(latent, [(HEAD_DIM,) if x in shared else part_of.get(x) for x in of_latent])
-        order = _order([RANK if x in shared else part_of.get(x) for x in of_weight])
+        ranks = [size for x, letters in ((a, a_letters), (b, b_letters)) for size in _sizes(x, letters, shared)]
+        walk = _latents(latent, [(HEAD_DIM,) if x in shared else part_of.get(x) for x in latent_letters])
+        order = _order([RANK if x in shared else part_of.get(x) for x in weight_letters])
         if walk is None or order is None or not known_equal(*ranks):  # `einsum` broadcasts
             continue
         sizes = dict(zip(parts, product.shape, strict=True))
@@ -150,7 +154,7 @@ def _sizes(node: Node, letters: str, among: set[str]) -> list[Size]:
 
 
 def _latents(node: Node, parts: Sequence[Part | None]) -> Walk | None:
-    """A walk from latents, if their dims have these parts."""
+    """Return a walk from latents whose dims have these parts, or None if these are not the parts of latents."""
     tensor = tensor_of(node)
     if tensor is None or (LENGTH,) not in parts or not {*parts} <= {(BATCH,), (LENGTH,), (HEAD_DIM,), None}:
         return None
@@ -159,7 +163,7 @@ def _latents(node: Node, parts: Sequence[Part | None]) -> Walk | None:
 
 
 def _order(parts: Sequence[Part | None]) -> tuple[int, ...] | None:
-    """Where a weight has heads, columns and rank, or columns and rank; None if it has anything else."""
+    """Return the dims of a weight that count heads, columns and rank, or columns and rank; None for other dims."""
     for wanted in ([(HEADS,), (HEAD_DIM,), RANK], [FLAT, RANK], [(HEAD_DIM,), RANK]):
         if len(wanted) == len(parts) and all(part in parts for part in wanted):
             return tuple(map(parts.index, wanted))
@@ -167,7 +171,7 @@ def _order(parts: Sequence[Part | None]) -> tuple[int, ...] | None:
 
 
 def _factors(node: Node) -> tuple[Node, Node, Letters] | None:
-    """The factors of a product, and the letters of all dims."""
+    """Return the factors of a product and the letters of all dims, or None."""
     name = op_name(node)
     equation: Any = ""
     operands = list[Any]()

@@ -1,9 +1,8 @@
-"""Queries as they were before a program multiplied, copied or concatenated them, or merged their heads with the batch.
+"""Let an op read queries before the program multiplies, copies or concatenates them, or merges heads with the batch.
 
-The op multiplies scores by a number anyway, in the dtype of sums. In the program the product is a rounding more, and
-where nothing is fused with it a kernel of each layer, as in Whisper and BART. Heads that were merged with the batch
-are a copy where the queries are a part of a larger tensor. Queries for latents have two parts, which models
-concatenate by a kernel of each layer.
+The op multiplies scores by a number anyway, in the dtype of sums. The program's product rounds once more and, if it is
+not fused, takes a kernel in each layer, as in Whisper and BART. Merging heads with the batch copies queries that are a
+part of a larger tensor. Queries for latents have two parts, which models concatenate by a kernel in each layer.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from tatten.passes.replace import erase_unused_of
 from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of
 from tatten.passes.views import source_of
 
-# The tensors that queries were concatenated of along head_dim, by the first column and the one after the last.
+# The tensors that were concatenated to queries along head_dim, by the first column and the one after the last.
 QueryParts = Mapping[tuple[int, int], Node]
 
-# Of the number: scores before they are multiplied should not leave float32 where the program's would not.
+# The range of the factor: outside it, scores before the multiplication might overflow or underflow float32.
 LEAST, LARGEST = 2.0**-20, 2.0**20
 
 
 def restore_query(op: Node) -> str:
-    """Let an op read its queries as they were. Returns a note for the report."""
+    """Let an op read its queries before they were multiplied and copied. Return a note for the report."""
     note = _restore_product(op)
     _restore_copy(op)
     return note
 
 
 def _restore_product(op: Node) -> str:
-    """Let an op multiply by the number that its queries were multiplied by. Returns a note for the report."""
-    reader_and_product = next((x for x in _behind(op) if op_name(x[1]) in TIMES), None)
+    """Let an op multiply by the number that its queries were multiplied by. Return a note for the report."""
+    reader_and_product = next((x for x in _query_sources(op) if op_name(x[1]) in TIMES), None)
     if reader_and_product is None:
         return ""
     reader, product = reader_and_product
@@ -51,7 +50,7 @@ def _restore_product(op: Node) -> str:
         return ""
     source, factor = source_and_factor
     before, after = tensor_of(source), tensor_of(product)
-    if before is None or after is None or not _alike(before, after) or not _same_strides(before, after):
+    if before is None or after is None or not _same_kind(before, after) or not _same_strides(before, after):
         return ""
     if not LEAST <= factor <= LARGEST or written_between([before], product, op) is not None:
         return ""
@@ -62,12 +61,12 @@ def _restore_product(op: Node) -> str:
 
 
 def _restore_copy(op: Node) -> None:
-    """Let an op read the first tensor of its queries' shape that they were only reshaped and copied from."""
+    """Let an op read the earliest tensor of the same shape from which its queries were only reshaped and copied."""
     query, path, source_and_path = tensor_of(op.args[0]), list[Node](), None
-    for _, node in _behind(op):
+    for _, node in _query_sources(op):
         source = source_of(node) if op_name(node) in RESHAPES | COPIES else None
         tensor = tensor_of(source)
-        if source is None or tensor is None or query is None or not _alike(tensor, query):
+        if source is None or tensor is None or query is None or not _same_kind(tensor, query):
             break
         if written_between([tensor], node, op) is not None:
             break
@@ -80,32 +79,36 @@ def _restore_copy(op: Node) -> None:
 
 
 def find_query_parts(query: Node, reader: Node) -> QueryParts:
-    """Find what a `cat` along head_dim, `query`, was made of, as far as that still holds it when `reader` runs.
+    """Return the tensors that a `cat` along head_dim, `query`, was made of, if `reader` can still read them.
 
-    A `cat` that was copied or reordered again, and parts that were assigned to an empty tensor, are not looked for.
+    A `cat` that was then copied or reordered, and parts that were assigned to an empty tensor, are not considered.
     """
     concatenated, assembly = tensor_of(query), pieces_of(query, reader)
-    if concatenated is None or assembly.trouble is not None or assembly.path != (query,):
+    if concatenated is None or assembly.obstacle is not None or assembly.path != (query,):
         return {}
     parts = {}
     for piece in assembly.pieces:
-        tensor = tensor_of(piece.source.here)
-        if tensor is None or not _alike(tensor, concatenated) or written_between([tensor], query, reader) is not None:
+        tensor = tensor_of(piece.source.node)
+        if (
+            tensor is None
+            or not _same_kind(tensor, concatenated)
+            or written_between([tensor], query, reader) is not None
+        ):
             continue
         if known_equal(tensor.stride(3), 1):  # as some kernels need it
-            parts[piece.lo, piece.hi] = piece.source.here
+            parts[piece.lo, piece.hi] = piece.source.node
     return parts
 
 
-def _behind(op: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield what reads and what is read: an op's queries, and back through views and copies that nothing else reads.
+def _query_sources(op: Node) -> Iterator[tuple[Node, Node]]:
+    """Yield each reader and the node that it reads: an op's queries, and back through views and copies.
 
-    So nothing else writes to them either.
+    Nothing else reads these nodes, so nothing else writes to them.
     """
     reader, node, query = op, source_of(op), tensor_of(op.args[0])
     while node is not None and query is not None and _reads_alone(reader, node) and not writes(node):
         tensor = tensor_of(node)
-        if tensor is None or not _alike(tensor, query):
+        if tensor is None or not _same_kind(tensor, query):
             return
         yield reader, node
         if op_name(node) not in RESHAPES | REORDERS | COPIES:
@@ -113,7 +116,7 @@ def _behind(op: Node) -> Iterator[tuple[Node, Node]]:
         reader, node = node, source_of(node)
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def _same_kind(a: Tensor, b: Tensor) -> bool:
     return (a.dtype, a.device, a.requires_grad) == (b.dtype, b.device, b.requires_grad)
 
 
@@ -130,12 +133,12 @@ def _same_strides(a: Tensor, b: Tensor) -> bool:
     """
     if not known_shape(a.shape, b.shape):
         return False
-    each = zip(a.shape, a.stride(), b.stride(), strict=True)
-    return all(known_equal(size, 1) or known_equal(one, other) for size, one, other in each)
+    dims = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(known_equal(size, 1) or known_equal(x, y) for size, x, y in dims)
 
 
 def _scale_of(op: Node) -> float | None:
-    """The scale of an op as a number; None where it isn't one."""
+    """Return the scale of an op as a number, or None if it isn't one."""
     scale: Any = op.args[_scale_position(op)]
     if scale is not None:
         return scale if isinstance(scale, float) and 0 < scale < math.inf else None

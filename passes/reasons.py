@@ -1,4 +1,4 @@
-"""Reasons why attention was left as it is: a code each, for counters and reports, and what would help."""
+"""Reasons why attention stays as it is, each with a code for counters and reports, and advice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Reason(str, Enum):
-    """Codes of declines; `help` tells users what they can do."""
+    """Codes of declines. `help` advises users what they can do."""
 
     help: str
 
@@ -171,7 +171,7 @@ OTHER_ATTENTION = {Reason.NO_SDPA, Reason.BEYOND_SDPA, Reason.FLEX_ATTENTION, Re
 
 @dataclass(frozen=True)
 class Decline:
-    """A reason, and the detail that was found at this call."""
+    """A reason, and its detail for one call."""
 
     reason: Reason
     detail: str

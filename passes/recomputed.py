@@ -1,4 +1,4 @@
-"""Tensors that layers compute anew, each in the same way from the same tensors, as T5's layers do their masks."""
+"""Find tensors that each layer computes in the same way from the same tensors, as T5's layers compute their masks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tatten.passes.mutation import written_between
 from tatten.passes.op_names import CASTS, COPIES, REORDERS, RESHAPES, STRETCHES
 from tatten.passes.symbolic import tensor_of
 
-# Ops that write to none of their inputs, and return the same for the same inputs.
+# Ops that write to none of their inputs, and return the same result for the same inputs.
 PURE = {
     *("where", "masked_fill", "add", "sub", "mul", "neg", "logical_not", "logical_and", "logical_or", "bitwise_not"),
     *("bitwise_and", "bitwise_or", "and_", "or_", "invert", "eq", "ne", "lt", "le", "gt", "ge", "bool", "getitem"),
@@ -24,7 +24,7 @@ PURE = {
 
 @dataclass(frozen=True)
 class _Computed:
-    """A tensor that was computed, all tensors that it was computed from, and until where none of them was written."""
+    """A computed tensor, all tensors that it was computed from, and the node up to which none of them is written."""
 
     node: Node
     tensors: list[Tensor]
@@ -32,19 +32,20 @@ class _Computed:
 
 
 class Recomputed:
-    """Numbers for what the nodes of a graph compute (value numbering), equal for nodes that compute the same."""
+    """Value numbering: nodes of a graph that compute the same value have the same number."""
 
     def __init__(self) -> None:
         self._numbers: dict[object, int] = {}
-        self._of: dict[Node, int] = {}
+        self._number_of: dict[Node, int] = {}
         self._computed: dict[int, _Computed] = {}
 
     def first(self, node: Node, user: Node) -> Node:
-        """The first node asked for that had, and at `user` has, the value that `node` has there; else `node`.
+        """Return the first node that was passed here and still has the value of `node` at `user`; else `node`.
 
         Args:
-            node: computes a tensor.
-            user: a later node, which is about to be replaced by one that reads the result. Users come in order.
+            node: a node that computes a tensor.
+            user: a later node, which is about to be replaced by a node that reads the result. Calls must pass users in
+                order.
         """
         above = reached(node, lambda x: x.all_input_nodes if _is_pure(x) else ())
         computing = [x for x in above if _is_pure(x)]
@@ -53,25 +54,25 @@ class Recomputed:
         tensors = [tensor for tensor in map(tensor_of, above) if tensor is not None]
         if written_between(tensors, min(computing), user) is not None:
             return node
-        number, node_then = self._number(node), node
+        number, first = self._number(node), node
         earlier = self._computed.get(number)
         if earlier is not None and written_between(earlier.tensors, earlier.until, user) is None:
-            node_then, tensors = earlier.node, earlier.tensors
-        self._computed[number] = _Computed(node_then, tensors, user.prev)
-        return node_then
+            first, tensors = earlier.node, earlier.tensors
+        self._computed[number] = _Computed(first, tensors, user.prev)
+        return first
 
     def _number(self, node: Node) -> int:
-        if node not in self._of:
+        if node not in self._number_of:
             key: object = node
             if _is_pure(node):
                 args = map_arg((node.args, node.kwargs), lambda x: _Numbered(self._number(x)))
                 key = node.op, node.target, repr(args), getattr(tensor_of(node), "dtype", None)
-            self._of[node] = self._numbers.setdefault(key, len(self._numbers))
-        return self._of[node]
+            self._number_of[node] = self._numbers.setdefault(key, len(self._numbers))
+        return self._number_of[node]
 
 
 class _Numbered(int):
-    """Stands for a node among arguments, and looks like none of them."""
+    """The number of a node among arguments, whose `repr` differs from that of any argument."""
 
     def __repr__(self) -> str:
         return f"%{int(self)}"

@@ -1,4 +1,4 @@
-"""Graph changes that all rewrites share: inserting an op, and replacing SDPA by its output."""
+"""Graph changes that all rewrites share: insert an op, and replace SDPA by its output."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ def insert_op(call: SdpaCall, op: OpOverload, args: tuple[Any, ...], kwargs: dic
     """Insert a call of `op`, which returns a state, before SDPA."""
     with call.node.graph.inserting_before(call.node):
         state = call.node.graph.call_function(op, args, kwargs)
-    state.meta.update({k: v for k, v in call.shown.meta.items() if k != "example_value"})
+    state.meta.update({k: v for k, v in call.source_node.meta.items() if k != "example_value"})
     return state
 
 
 def item(state: Node, index: int) -> Node:
-    """Insert what takes `out` or `lse` from a state."""
+    """Insert a `getitem` of `out` or `lse` from a state."""
     return state.graph.call_function(operator.getitem, (state, index))
 
 
 def output_of(call: SdpaCall, state: Node, out: Node | None = None) -> Node:
-    """Insert what takes SDPA's result from a state, and return that; `out` stands for the state's own."""
+    """Insert the nodes that compute SDPA's result from a state. `out` replaces the output in the state."""
     result = known_tensor(call.result)
     with call.node.graph.inserting_before(call.node):
         out = item(state, 0) if out is None else out
-        out.meta.update(call.shown.meta, example_value=result)
-        return with_strides_of(Inserter(call.shown), out, result)
+        out.meta.update(call.source_node.meta, example_value=result)
+        return with_strides_of(Inserter(call.source_node), out, result)
 
 
 def replace_call(call: SdpaCall, state: Node, out: Node, orphans: Iterable[Node], drafts: Drafts) -> None:
-    """Replace all that a call computes by what is made of its state and of `out`, SDPA's result.
+    """Replace all results of a call by nodes that are computed from its state and from `out`, SDPA's result.
 
-    The nodes that only the call used, and those of `orphans` that have no users then, are erased.
+    Nodes that only the call used, and `orphans` without users, are erased.
     """
     drafts.bind(call.result, out)
     for node in call.log_sums:
@@ -56,7 +56,7 @@ def replace_call(call: SdpaCall, state: Node, out: Node, orphans: Iterable[Node]
 
 
 def _log_sum(call: SdpaCall, state: Node, node: Node) -> Node:
-    """Insert the lse of a state as `node` has it, which computes it, too."""
+    """Insert the lse of a state in the dtype and shape of `node`, the program's lse."""
     like, scores = known_tensor(node), tensor_of(argument(node, 0, "input"))
     merged = op_name(node) == "logsumexp" and scores is not None and scores.dim() == 3
     with call.node.graph.inserting_before(call.node):
@@ -71,9 +71,9 @@ def _log_sum(call: SdpaCall, state: Node, node: Node) -> Node:
 
 
 def erase_unused_of(nodes: Iterable[Node]) -> None:
-    """Erase those nodes that have no users, or none but others of them.
+    """Erase those of `nodes` that have no users besides erased nodes.
 
-    Never `graph.eliminate_dead_code()`: on a Dynamo graph it deletes the writes to the cache.
+    Never call `graph.eliminate_dead_code()`: on a Dynamo graph it deletes the writes to the cache.
     """
     for node in sorted(nodes, reverse=True):
         if not node.users:
@@ -81,21 +81,21 @@ def erase_unused_of(nodes: Iterable[Node]) -> None:
 
 
 def erase_selection(picks: Picks | None) -> None:
-    """Erase what made a mask of indices, as far as nothing else reads it.
+    """Erase the nodes that made a mask from indices, unless other nodes read them.
 
-    A node with `out=` stays. So does a write to memory that a tensor before it may share.
+    A node with `out=` stays, as does a write to memory that an earlier tensor may share.
     """
     if picks is None:
         return
     erase_unused_of(node for node in picks.path if not writes(node))
     for filled, scatter in picks.written:
-        alone = op_name(filled) in FULL | ZEROS | ONES and {*filled.users} == {scatter}
-        if alone and not scatter.users:
+        unused = op_name(filled) in FULL | ZEROS | ONES and {*filled.users} == {scatter} and not scatter.users
+        if unused:
             erase_unused_of((filled, scatter))
 
 
 class Inserter:
-    """Inserts methods and functions of PyTorch, as of the place in the user's program where `like` is."""
+    """A function that inserts calls of PyTorch's methods and functions, with the source location of `like`."""
 
     def __init__(self, like: Node) -> None:
         self._graph = like.graph
@@ -113,7 +113,7 @@ def scale_of(call: SdpaCall) -> Any:
 
 
 def with_strides_of(insert: Callable[..., Node], out: Node, like: Tensor) -> Node:
-    """Give a contiguous `out` the strides of `like`: a `view` further on may depend on those of SDPA's result."""
+    """Give a contiguous `out` the strides of `like`: a later `view` may depend on the strides of SDPA's result."""
     strides = [hint(stride) for stride in like.stride()]
     if known_equal(like.shape[2], 1) or None in strides:
         return out  # with one query, [b, h, 1, d] and [b, 1, h, d] are the same in memory

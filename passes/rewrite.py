@@ -1,4 +1,4 @@
-"""All passes over one graph, and their report."""
+"""Run all passes over one graph, and return their report."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def rewrite(
 ) -> GraphReport:
     """Rewrite a Dynamo or export graph in place: each call that a pass matches becomes a tatten op.
 
-    An error of tatten itself is not raised: the report names it as `internal`. If a call can't be matched or rewritten
-    because of it, that call stays as it is. If a search fails, it counts as having found nothing. If any other error
-    belongs to no call, or if more than `MOST_FAILED` calls fail during their edit, the whole graph stays as it was.
+    An internal error of tatten is not raised: the report names it `internal`. If it happens while a call is matched or
+    rewritten, that call stays as it is. A search that fails counts as having found nothing. After any other error, or
+    if the edits of more than `MOST_FAILED` calls fail, the graph stays unchanged.
 
     Args:
         gm: the graph, which is edited.
@@ -80,21 +80,21 @@ def rewrite(
 
 
 def _run_passes(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> tuple[list[Rewritten | Declined], str]:
-    """Run the passes in order. Calls that `failed` before, by name, are left as they are.
+    """Run the passes in order. Calls in `failed`, by name, are left as they are.
 
     Returns:
         The findings, and a note on caches that are moved in place and on selections; empty if there are none.
     """
     errors = list[Declined]()
     attention = find_attention(gm.graph, errors)
-    known = {*attention.written_out.values(), *attention.flex}
-    others = [] if errors else or_nothing(lambda: [*find_other_attention(gm.graph, known)], errors)
+    handled = {*attention.written_out.values(), *attention.flex}
+    others = [] if errors else or_nothing(lambda: [*find_other_attention(gm.graph, handled)], errors)
     nested = find_nested(gm, errors)
     findings = [failed.get(node.name) or _rewrite_call(node, attention, run) for node in attention.nodes]
     selections = or_nothing(lambda: find_top_k(gm.graph), errors)
     unsorted = _edit_each(selections, lambda x: x.node, apply_top_k, failed, errors)
-    scores = _score_keys(gm, run, failed)  # after calls, whose picks are proven by the program's own scores
-    slides = or_nothing(lambda: find_slides(gm.graph, run.moving), errors) if run.fuses else []
+    scores = _score_keys(gm, run, failed)  # after calls: the proof of their picks reads the program's scores
+    slides = or_nothing(lambda: find_slides(gm.graph, run.movers), errors) if run.fuses else []
     moved = _edit_each(slides, lambda x: x.copy, apply_slide, failed, errors)
     notes = [f"{moved} full caches of sliding windows are moved in place"] if moved else []
     notes += [f"{unsorted} selections of keys are not sorted"] if unsorted else []
@@ -110,7 +110,7 @@ def _rewrite_call(node: Node, attention: Attention, run: Run) -> Rewritten | Dec
         decision = match_call(call, run)
         if isinstance(decision, Decline):
             return declined(call, decision)
-    except Exception as error:  # nothing was changed yet
+    except Exception as error:  # the graph is not yet changed
         return Declined(source_location(node), "", decline_internal(error))
     try:
         return apply_match(decision, run.masks)
@@ -119,19 +119,19 @@ def _rewrite_call(node: Node, attention: Attention, run: Run) -> Rewritten | Dec
 
 
 def _score_keys(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> list[Rewritten | Declined]:
-    """Rewrite the scores of indexers, each of which is found by its relu."""
+    """Rewrite the scores of indexers, which are found by their relu."""
     findings = list[Rewritten | Declined]()
     for relu in [node for node in gm.graph.nodes if is_relu(node)]:
         try:
-            found = None if relu.name in failed else find_index_scores(relu, run)
-        except Exception as error:  # nothing was changed yet
-            found = decline_internal(error)
+            scores = None if relu.name in failed else find_index_scores(relu, run)
+        except Exception as error:  # the graph is not yet changed
+            scores = decline_internal(error)
         try:
-            findings += [] if not isinstance(found, IndexerScores) else [apply_index_scores(found)]
+            findings += [apply_index_scores(scores)] if isinstance(scores, IndexerScores) else []
         except Exception as error:
             raise CallError(relu) from error
-        if isinstance(found, Decline):
-            findings.append(Declined(source_location(relu), "", found, attention=False))
+        if isinstance(scores, Decline):
+            findings.append(Declined(source_location(relu), "", scores, attention=False))
         elif relu.name in failed:
             findings.append(dataclasses.replace(failed[relu.name], attention=False))
     return findings
@@ -144,7 +144,7 @@ def _edit_each(
     failed: Mapping[str, Declined],
     errors: list[Declined],
 ) -> int:
-    """Edit the graph for each match but those whose node `failed` before. Returns the number of edits."""
+    """Edit the graph for each match unless its node is in `failed`. Return the number of edits."""
     edited = 0
     for match in matches:
         node = node_of(match)

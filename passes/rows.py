@@ -1,7 +1,7 @@
-"""Rows of a batch that an index selects: the ops that do so, and the tensor of rows that takes the place of a copy.
+"""Rows of a batch that an index selects: read the ops that select, and insert a tensor of rows in place of a copy.
 
-`x[index]`, and whatever else selects rows of `x`, makes a copy. Attention reads rows where they are stored, if it is
-told the row of each sequence: what the ops do to the rows of `x`, done to a tensor of their numbers.
+`x[index]` and other selections of rows of `x` make a copy. Attention can read rows where they are stored, given the row
+of each sequence. The same selections, applied to the numbers of the rows, compute these rows.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from tatten.passes.mutation import READING_OPERATORS, writes
 from tatten.passes.symbolic import FakeTensor, known_equal, tensor_of, value_of
 
 SELECTS = {"index_select", "getitem", "index", "gather", "take_along_dim", "embedding", "repeat_interleave"}
-# What an index may go through that leaves its numbers in order, if it leaves as many.
+# Ops on an index that keep its numbers in order, if they keep their count.
 EXPANDS = {"expand", "expand_as", "broadcast_to"}
 VIEWS = EXPANDS | {"view", "reshape", "unsqueeze", "squeeze", "flatten", "getitem"}
 INTEGER_CASTS = {"long", "int"}  # these have no schema
 INTEGERS = (torch.int32, torch.int64)
-MAX_DEPTH = 8  # two indexes that are computed in more steps are only equal if they are one node
+MAX_DEPTH = 8  # indexes that are computed in more steps are equal only if they are one node
 
 
 @dataclass(frozen=True)
 class Select:
-    """Rows `index`, a tensor of one dim; if it `wraps`, negative ones count from the end.
+    """A selection of the rows `index`, a tensor of one dim.
 
-    `views` are the nodes between the index and the argument of the op that selects.
+    Attributes:
+        wraps: whether negative numbers count from the end.
+        views: the nodes between the index and the argument of the op that selects.
     """
 
     index: Node
@@ -44,7 +46,7 @@ class Select:
 
 @dataclass(frozen=True)
 class Counts:
-    """Row i `index[i]` times, `total` rows in all."""
+    """A selection of row i `index[i]` times, `total` rows in all."""
 
     index: Node
     total: int | Node
@@ -52,7 +54,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Repeat:
-    """Each row `each` times, and all of those `times` times."""
+    """A repetition of each row `each` times, and of the result `times` times."""
 
     each: int
     times: int
@@ -60,16 +62,14 @@ class Repeat:
 
 @dataclass(frozen=True)
 class SelectedRows:
-    """The stored row that each sequence reads, as what was done to the stored rows, in order."""
+    """The stored row that each sequence reads, as the selections that were applied to the stored rows, in order."""
 
     steps: tuple[Select | Counts | Repeat, ...]
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for equal rows of as many stored ones: keys, values and layers may each compute their index."""
-        return tuple(
-            (type(x), *(same_numbers(v) for name, v in vars(x).items() if name != "views")) for x in self.steps
-        )
+        """A key that is equal for equal rows, also if keys, values and layers compute their index separately."""
+        return tuple((type(x), *(numbers_key(v) for name, v in vars(x).items() if name != "views")) for x in self.steps)
 
     @property
     def views(self) -> set[Node]:
@@ -78,39 +78,41 @@ class SelectedRows:
 
     @property
     def read(self) -> set[Node]:
-        """The nodes that hold the indexes, and what `key` says that these were computed of."""
-        return self.views.union(*(made_of(x.index) for x in self.steps if not isinstance(x, Repeat)))
+        """The nodes that hold the indexes, and the nodes from which `key` knows that they were computed."""
+        return self.views.union(*(computed_from(x.index) for x in self.steps if not isinstance(x, Repeat)))
 
     def insert(self, graph: Graph, stored: int | Node) -> Node:
-        """Insert what computes the rows, of so many `stored` ones, as a tensor `[batch]` on the device of the index."""
+        """Insert the nodes that compute the rows, `[batch]` on the device of the index, of `stored` stored rows."""
         first = next(
             tensor for x in self.steps if not isinstance(x, Repeat) and (tensor := tensor_of(x.index)) is not None
         )
-        rows: Node | None = None  # None: all, in order
+        rows: Node | None = None  # None for all rows in order
 
-        def so_far() -> Node:
+        def current_rows() -> Node:
             return graph.call_function(torch.arange, (stored,), {"device": first.device}) if rows is None else rows
 
         for step in self.steps:
             match step:
                 case Select(index, True):
-                    rows = graph.call_function(operator.getitem, (so_far(), index))
+                    rows = graph.call_function(operator.getitem, (current_rows(), index))
                 case Select(index, False):
                     rows = index if rows is None else graph.call_method("index_select", (rows, 0, index))
                 case Counts(index, total):
                     args = (index,) if rows is None else (rows, index)
                     rows = graph.call_function(torch.repeat_interleave, args, {"output_size": total})
                 case Repeat(each, times):
-                    rows = graph.call_method("repeat_interleave", (so_far(), each)) if each != 1 else so_far()
+                    rows = (
+                        graph.call_method("repeat_interleave", (current_rows(), each)) if each != 1 else current_rows()
+                    )
                     rows = graph.call_method("repeat", (rows, times)) if times != 1 else rows
         assert rows is not None
         return rows
 
 
 def selection_of(node: Node, source: Tensor) -> tuple[int, Select | Counts] | None:
-    """Return the selection that `node` makes by a tensor along one dim of its source, after that dim.
+    """Return the dim along which `node` selects from its source by a tensor, and the selection.
 
-    The result is None if the node does something else, or may do so.
+    Return None if the node does something else, or may do so.
     """
     rank, total = source.dim(), None
     match op_name(node):
@@ -122,7 +124,7 @@ def selection_of(node: Node, source: Tensor) -> tuple[int, Select | Counts] | No
             index, dim = argument(node, 0, "input") if node.target is F.embedding else argument(node, 1, "indices"), 0
         case "getitem":
             index, dim = index_among(node.args[1], rank)
-        case "index":  # what `x[key]` is in an exported graph
+        case "index":  # `x[key]` in an exported graph
             key = tuple(slice(None) if part is None else part for part in argument(node, 1, "indices", ()))
             index, dim = index_among(key, rank)
         case "repeat_interleave":
@@ -147,12 +149,12 @@ def selection_of(node: Node, source: Tensor) -> tuple[int, Select | Counts] | No
     if op_name(node) != "repeat_interleave":
         return dim, Select(index, op_name(node) in ("getitem", "index", "take_along_dim"), views)
     if total is None or not known_equal(numbers.shape[0], source.shape[dim]):
-        return None  # one count is for all rows
+        return None  # a single count applies to all rows
     return dim, Counts(index, total)
 
 
 def index_among(key: Any, rank: int) -> tuple[Any, int | None]:
-    """The one index of `x[key]` and its dim, if the others take whole dims."""
+    """Return the only index of `x[key]` and its dim, or None twice unless `key` takes all of the other dims."""
     parts = list(key) if isinstance(key, tuple) else [key]
     if builtins.Ellipsis in parts:
         at = parts.index(builtins.Ellipsis)
@@ -162,9 +164,9 @@ def index_among(key: Any, rank: int) -> tuple[Any, int | None]:
 
 
 def _along(index: Node, dim: int, rank: int) -> tuple[Node, tuple[Node, ...]] | None:
-    """The tensor of one dim that an index `[1, ..., n, ..., 1]`, expanded over the other dims, was made of.
+    """Return the tensor of one dim that was expanded over all other dims to an index, or None.
 
-    Returns it with the nodes from there to the index, last first.
+    Also return the nodes from the tensor to the index, last first.
     """
     views: list[Node] = []
     expanded = tensor_of(index)
@@ -181,7 +183,7 @@ def _along(index: Node, dim: int, rank: int) -> tuple[Node, tuple[Node, ...]] | 
             or viewed.dim() < rank - dim
             or not known_equal(viewed.shape[dim - rank], size)
         ):
-            return None  # another order, unless it is expanded over other dims
+            return None  # it isn't expanded over other dims, so the order of its numbers changes
         if known_equal(numbers.numel(), size) and not known_equal(viewed.numel(), size):
             return None
         views.append(index)
@@ -190,14 +192,14 @@ def _along(index: Node, dim: int, rank: int) -> tuple[Node, tuple[Node, ...]] | 
 
 
 def viewed_by(node: Node) -> Node | None:
-    """The index that `node` is a view of, its numbers in order."""
+    """Return the index that `node` views with its numbers in order, or None."""
     if op_name(node) not in VIEWS or writes(node) or not node.args or not isinstance(node.args[0], Node):
         return None
     return node.args[0] if op_name(node) != "getitem" or only_adds_dims(node.args[1]) else None
 
 
 def _is_computed(node: Node) -> bool:
-    """Return True if a node computes integers from integers alone, always the same."""
+    """Return True if a node computes integers from integers only, and the same each time."""
     return (
         node.op in ("call_function", "call_method")
         and _is_integers(node)
@@ -213,21 +215,22 @@ def _is_integers(node: Node) -> bool:
     return tensor is not None and tensor.dtype in INTEGERS
 
 
-def same_numbers(value: Any, depth: int = MAX_DEPTH) -> object:
-    """Equal for nodes that compute the same of the same nodes, and for equal arguments."""
+def numbers_key(value: Any, depth: int = MAX_DEPTH) -> object:
+    """Return a key that is equal for equal arguments, and for nodes that compute equal numbers from the same nodes."""
     if isinstance(value, Node):
         if depth == 0 or not _is_computed(value):
             return value
-        return value.target, same_numbers(value.args, depth - 1), same_numbers(value.kwargs, depth - 1)
+        return value.target, numbers_key(value.args, depth - 1), numbers_key(value.kwargs, depth - 1)
     if isinstance(value, (list, tuple)):
-        return tuple(same_numbers(x, depth) for x in value)
+        return tuple(numbers_key(x, depth) for x in value)
     if isinstance(value, dict):
-        return tuple((name, same_numbers(x, depth)) for name, x in value.items())
+        return tuple((name, numbers_key(x, depth)) for name, x in value.items())
     return repr(value)
 
 
-def made_of(node: Node, depth: int = MAX_DEPTH) -> Iterator[Node]:
+def computed_from(node: Node, depth: int = MAX_DEPTH) -> Iterator[Node]:
+    """Yield a node and the nodes from which `numbers_key` knows that it is computed."""
     yield node
     if depth and _is_computed(node):
         for x in node.all_input_nodes:
-            yield from made_of(x, depth - 1)
+            yield from computed_from(x, depth - 1)

@@ -1,4 +1,4 @@
-"""One run of the passes over a graph."""
+"""The settings and the state of one run of the passes over a graph."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tatten.passes.masks import Masks
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the passes over a graph.
+    """The settings and the state of one run of the passes over a graph.
 
     Attributes:
         max_q_len: the largest number of queries per sequence of a call that is rewritten.
-        may_guard: whether guards may be added; if not, all that counts is what holds in every run of the graph.
+        may_guard: whether guards may be added. If not, a match relies only on facts that hold in every run.
         fuses: whether the graph's compiler is Inductor, which fuses attention that is written out and looks into ops.
         batch_invariant: whether each call that can becomes an op with `batch_invariant=True`, even if that doesn't pay.
-        masks: the nodes computed from masks so far, and drafts.
-        moving: the nodes that change a tensor's memory or shape in place.
+        masks: the nodes that were computed from masks, and the drafts.
+        movers: the nodes that change a tensor's memory or shape in place.
     """
 
     max_q_len: int
@@ -28,4 +28,4 @@ class Run:
     fuses: bool
     batch_invariant: bool
     masks: Masks
-    moving: Sequence[Node]
+    movers: Sequence[Node]

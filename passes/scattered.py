@@ -1,4 +1,4 @@
-"""Tensors into which numbers are scattered: the indices that name where, and what is there and elsewhere."""
+"""Read tensors into which numbers are scattered: their indices, and their contents at the indices and elsewhere."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tatten.passes.symbolic import known_shape, known_tensor, tensor_of
 IN_PLACE = {"scatter_", "scatter_add_"}
 SCATTERS = {"scatter", "scatter_add"} | IN_PLACE
 INTEGER_CASTS = {"bool", "long", "int"}  # these have no schema
-WIDE_ENOUGH = (torch.int32, torch.int64, torch.float32, torch.float64)  # no count of keys becomes 0 again
+WIDE_ENOUGH = (torch.int32, torch.int64, torch.float32, torch.float64)  # a count of keys can't overflow to 0
 
 
 def read_scatter(reading: Reading, node: Node) -> Marked | None:
-    """One number scattered into another, or the number of times that each key is named."""
+    """Read a scatter of one number into another, or a count of how often each key is named."""
     into, index, source = argument(node, 0, "input"), argument(node, 2, "index"), argument(node, 3, "src")
     source = node.kwargs.get("value", source)
-    filled, at = tensor_of(into), tensor_of(index)
-    if filled is None or at is None or at.dim() != filled.dim() or node.kwargs.get("reduce") is not None:
+    filled, numbers = tensor_of(into), tensor_of(index)
+    if filled is None or numbers is None or numbers.dim() != filled.dim() or node.kwargs.get("reduce") is not None:
         return None
-    # Rows beyond those of the index would stay as they are.
-    if argument(node, 1, "dim") not in (-1, filled.dim() - 1) or not known_shape(at.shape[:-1], filled.shape[:-1]):
+    # Rows beyond those of the index would stay unchanged.
+    if argument(node, 1, "dim") not in (-1, filled.dim() - 1) or not known_shape(numbers.shape[:-1], filled.shape[:-1]):
         return None
     outside, number = reading.number(into, node), reading.number(source, node)
     if outside is None or (number is not None and not math.isfinite(number) and not filled.is_floating_point()):
@@ -47,33 +47,33 @@ def read_scatter(reading: Reading, node: Node) -> Marked | None:
 
 
 def _counted(reading: Reading, marked: Marked, source: Any, node: Node) -> Marked | None:
-    """Indices of which those count whose `source`, a bool in numbers, is True; or all of them."""
+    """Read a `scatter_add` of ones, or of a bool `source` cast to numbers: only indices where it is True count."""
     if isinstance(marked.inside, float):
         return dataclasses.replace(marked, inside=1.0, counts=True) if marked.inside == 1 else None
     casts = isinstance(source, Node) and op_name(source) in CASTS | INTEGER_CASTS
     counts = argument(source, 0, "self") if casts else None
-    ones, at = tensor_of(counts), known_tensor(marked.indices)
-    if not isinstance(counts, Node) or ones is None or ones.dtype != torch.bool or written(source, source, node):
+    bools, indices = tensor_of(counts), known_tensor(marked.indices)
+    if not isinstance(counts, Node) or bools is None or bools.dtype != torch.bool or written(source, source, node):
         return None
-    if not known_shape(ones.shape, at.shape) or written(counts, counts, source):
+    if not known_shape(bools.shape, indices.shape) or written(counts, counts, source):
         return None
-    indices = reading.draft(torch.where, counts, marked.indices, reading.draft(torch.full_like, marked.indices, -1))
+    counted = reading.draft(torch.where, counts, marked.indices, reading.draft(torch.full_like, marked.indices, -1))
     reads = (*marked.reads, (counts, source))
-    return dataclasses.replace(marked, indices=indices, inside=1.0, counts=True, in_range=False, reads=reads)
+    return dataclasses.replace(marked, indices=counted, inside=1.0, counts=True, in_range=False, reads=reads)
 
 
 def _before_casts(index: Node, reader: Node) -> tuple[Node, tuple[Node, ...]]:
-    """The indices before casts to other integers, in int32 if they ever are, and these casts, the last one first."""
-    found, casts, here = index, list[Node](), index
-    while op_name(here) in CASTS | INTEGER_CASTS:
-        source = argument(here, 0, "input", here.kwargs.get("self"))
+    """Return the indices before casts to other integers, in int32 if possible, and the casts, last first."""
+    indices, casts, node = index, list[Node](), index
+    while op_name(node) in CASTS | INTEGER_CASTS:
+        source = argument(node, 0, "input", node.kwargs.get("self"))
         tensor = tensor_of(source)
-        if tensor is None or tensor.dtype not in (torch.int32, torch.int64) or not on_one_device(source, here):
+        if tensor is None or tensor.dtype not in (torch.int32, torch.int64) or not on_one_device(source, node):
             break
-        if written(source, source, here):
+        if written(source, source, node):
             break
-        casts.append(here)
-        here = source
-        if tensor.dtype == torch.int32 or known_tensor(found).dtype != torch.int32:
-            found = here
-    return found, tuple(casts[: casts.index(found)] if found in casts else casts)
+        casts.append(node)
+        node = source
+        if tensor.dtype == torch.int32 or known_tensor(indices).dtype != torch.int32:
+            indices = node
+    return indices, tuple(casts[: casts.index(indices)] if indices in casts else casts)

@@ -1,4 +1,4 @@
-"""The edit of a graph for the scores of an indexer: `tatten::index_scores` takes the place of their last node."""
+"""Edit a graph for the scores of an indexer: `tatten::index_scores` replaces their last node."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ OP = torch.ops.tatten.index_scores.default
 
 def apply_index_scores(scores: IndexerScores) -> Rewritten:
     """Edit the graph, and return the finding for the report."""
-    # The report is read off first: nodes may be erased.
+    # The report comes first: the edit may erase the nodes that it describes.
     node, mask = scores.masked.node, scores.masked.mask
     keys = [scores.key.node] if scores.segments is None else bases(scores.segments.stored)
     others = ("w", scores.weights), ("mask", mask), ("scale", scores.key_scale)
-    named = [("q", scores.query.node), *(("k", x) for x in keys), *((name, x and x.node) for name, x in others)]
-    shapes = show(named)
+    operands = [("q", scores.query.node), *(("k", x) for x in keys), *((name, x and x.node) for name, x in others)]
+    shapes = show(operands)
     location, cost = source_location(scores.product), scores.cost
     insert = Inserter(scores.product)
     with node.graph.inserting_before(node):
@@ -36,22 +36,24 @@ def apply_index_scores(scores: IndexerScores) -> Rewritten:
             scale = factor if scale == 1 else insert(operator.mul, factor, scale)
         options = {} if scale == 1 else {"scale": scale}
         if mask is not None:
-            left = _viewed(insert, mask)
-            options["attn_mask"] = insert(operator.invert, left) if scores.masked.inverted else left
+            attn_mask = _viewed(insert, mask)
+            options["attn_mask"] = insert(operator.invert, attn_mask) if scores.masked.inverted else attn_mask
         query, weights = (_viewed(insert, x) for x in (scores.query, scores.weights))
         if scores.segments is None:
-            made = _of_all_keys(insert, scores, query, weights, options)
+            result = _score_all_keys(insert, scores, query, weights, options)
         else:
-            made = _of_segments(insert, scores.segments, mask, query, weights, options)
-        made = made if scores.masked.dim is None else insert("unsqueeze", made, scores.masked.dim)
-    made.meta.update(node.meta)
-    node.replace_all_uses_with(made)
+            result = _score_segments(insert, scores.segments, mask, query, weights, options)
+        result = result if scores.masked.dim is None else insert("unsqueeze", result, scores.masked.dim)
+    result.meta.update(node.meta)
+    node.replace_all_uses_with(result)
     erase_unused_of(scores.path)
     notes = "" if cost is None else cost.assumed, scores.not_narrow and f"not read in 8 bits: {scores.not_narrow}"
     return Rewritten(location, str(OP), shapes, cost, "; ".join(filter(None, notes)), attention=False)
 
 
-def _of_all_keys(insert: Inserter, scores: IndexerScores, query: Node, weights: Node, options: dict[str, Any]) -> Node:
+def _score_all_keys(
+    insert: Inserter, scores: IndexerScores, query: Node, weights: Node, options: dict[str, Any]
+) -> Node:
     """Insert the op for keys that are one tensor."""
     key = _viewed(insert, scores.key)
     if scores.key_scale is not None:
@@ -60,7 +62,7 @@ def _of_all_keys(insert: Inserter, scores: IndexerScores, query: Node, weights: 
     return insert(OP, query, key, weights, **options)
 
 
-def _of_segments(
+def _score_segments(
     insert: Inserter,
     segments: KeySegments,
     mask: Factor | None,
@@ -68,22 +70,22 @@ def _of_segments(
     weights: Node,
     options: dict[str, Any],
 ) -> Node:
-    """Insert the op for each segment of the keys, and what concatenates the scores."""
-    of_all, split = None if mask is None else viewed(mask), None
-    if of_all is not None:
+    """Insert the op for each segment of the keys, and a `cat` of the scores."""
+    full_mask, split = None if mask is None else viewed(mask), None
+    if full_mask is not None:
         split = insert("split_with_sizes", options["attn_mask"], segments.sizes(), 2)
-    made = []
+    scores = []
     for i, (stored, key) in enumerate(zip(segments.stored, segments.keys(insert), strict=True)):
         rows = [segments.as_rows(insert, stored, x) for x in (query, weights)]
-        if split is not None and of_all is not None:
+        if split is not None and full_mask is not None:
             columns = insert(operator.getitem, split, i)
-            options = options | {"attn_mask": segments.mask_as_rows(insert, stored, columns, of_all)}
-        made.append(segments.as_sequences(insert, stored, insert(OP, rows[0], key, rows[1], **options)))
-    return made[0] if len(made) == 1 else insert(torch.cat, made, -1)
+            options = options | {"attn_mask": segments.mask_as_rows(insert, stored, columns, full_mask)}
+        scores.append(segments.as_sequences(insert, stored, insert(OP, rows[0], key, rows[1], **options)))
+    return scores[0] if len(scores) == 1 else insert(torch.cat, scores, -1)
 
 
 def _scale_of_each(insert: Inserter, scale: Factor, key: Node, query: Tensor) -> Node:
-    """Insert the scale of each key, in a dtype that the op takes; views alone otherwise."""
+    """Insert the views of a scale that make it one number for each key, in a dtype that the op takes."""
     node, tensor = _viewed(insert, scale), viewed(scale)
     assert tensor is not None
     node = node if tensor.dtype in (torch.float32, query.dtype) else insert("float", node)
@@ -93,7 +95,7 @@ def _scale_of_each(insert: Inserter, scale: Factor, key: Node, query: Tensor) ->
 def _viewed(insert: Inserter, operand: Factor) -> Node:
     """Insert the views of an operand."""
     node = operand.node
-    if known_tensor(node).requires_grad:  # but the scores don't: they were computed under no_grad
+    if known_tensor(node).requires_grad:  # the scores don't, as the program ran under no_grad
         node = insert("detach", node)
     for name, *args in operand.views:
         node = insert(name, node, *args)

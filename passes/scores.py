@@ -1,7 +1,7 @@
-"""The scores of attention that is written out, read backwards: from a softmax to the product of queries and keys.
+"""Read the scores of attention that is written out, backwards from a softmax to the product of queries and keys.
 
-What lies between is proven to be `softmax([softcap * tanh(scale / softcap * product) + bias, sinks])`. The bias is what
-the steps make of a score of 0: none of them depends on the score but those that replace it.
+The steps between are proven to be `softmax([softcap * tanh(scale / softcap * product) + bias, sinks])`. The bias is
+the result of the steps for a score of 0: a step either adds to scores or replaces them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tatten.passes.products import Product, product_of
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.symbolic import is_input_number, known_equal, known_shape, known_tensor, tensor_of
 
-# A bias at or below this leaves nothing of a score in float32, so that to add it is to replace the score.
+# A bias at or below this absorbs any score in float32, so that adding it replaces the score.
 ABSORBS = -1e30
 
 ADDS = {"add": 1, "iadd": 1, "sub": -1, "isub": -1}
@@ -33,12 +33,13 @@ BOUNDS = {"max", "maximum", "clamp", "clamp_min"}
 
 @dataclass(frozen=True)
 class Step:
-    """A step from scores to what softmax gets.
+    """A step from scores to the input of softmax.
 
     Attributes:
-        kind: scores get `number * node` added, are multiplied by `number` or divided by it, become `number` where
-            `node` is True or where it is False, become at least `number`, or are only rounded to `dtype`.
-        dtype: that of scores after the step.
+        kind: "add" adds `number * node` to scores; "times" and "over" multiply and divide them by `number`; "where" and
+            "where_not" replace them by `number` where `node` is True or False; "at_least" is their maximum with
+            `number`; "to" only rounds them to `dtype`.
+        dtype: the dtype of scores after the step.
     """
 
     kind: Literal["add", "times", "over", "where", "where_not", "at_least", "to"]
@@ -52,11 +53,11 @@ class Scores:
     """Scores of attention that is written out.
 
     Attributes:
-        product: that of queries and keys.
+        product: the product of queries and keys.
         scale, softcap, sinks: as `tatten.decode_attention` takes them; `sinks` is `[heads]`, a node.
-        factors: numbers that are inputs, and multiply scores as well, or if True divide them.
-        fixed: such numbers of which the soft cap is made; it is not known before they are.
-        steps: what is done to scores after that, in order.
+        factors: input numbers that also multiply scores, or divide them if paired with True.
+        fixed: input numbers from which the soft cap is computed. They must become known first.
+        steps: the steps that follow, in order.
         path: the nodes from softmax's input to the product, and to the sinks.
         column: the column of softmax's input that has the sinks: 0, or -1 for the last.
     """
@@ -74,28 +75,33 @@ class Scores:
 
 @dataclass
 class _Walk:
-    """A walk back, as far as it went."""
+    """A walk from a softmax back to `node`."""
 
-    here: Node
-    steps: list[Step] = field(default_factory=list)  # the last one first
+    node: Node
+    steps: list[Step] = field(default_factory=list)  # the last step first
     path: list[Node] = field(default_factory=list)
     sinks: Node | None = None
     column: int = -1
     scale: float = 1.0
-    outer: float | None = None  # what the result of tanh is multiplied by
+    outer: float | None = None  # the factor of tanh's result
     factors: list[tuple[Node, bool]] = field(default_factory=list)
     caps: list[Node] = field(default_factory=list)
 
     def go(self, source: Node, *others: Node) -> None:
-        self.path += [self.here, *others]
-        self.here = source
+        """Go back to `source`, and add the passed nodes to the path."""
+        self.path += [self.node, *others]
+        self.node = source
 
 
 def find_scores(softmax: Node, above: set[Node]) -> Scores | Decline | None:
-    """Read the scores of a softmax; `above` are the nodes that depend on products of activations.
+    """Read the scores of a softmax.
+
+    Args:
+        softmax: the softmax.
+        above: the nodes that depend on products of activations.
 
     Returns:
-        The scores, why they are of another form, or None where softmax's input is not made of a product.
+        The scores, the reason why they have another form, or None if softmax's input is not made from a product.
     """
     source = argument(softmax, 0, "input", softmax.kwargs.get("self"))
     if not isinstance(source, Node) or source not in above:
@@ -106,16 +112,16 @@ def find_scores(softmax: Node, above: set[Node]) -> Scores | Decline | None:
 
 
 def _read(walk: _Walk, above: set[Node]) -> Scores | Decline | None:
-    while walk.here in above:
-        product = product_of(walk.here)
+    while walk.node in above:
+        product = product_of(walk.node)
         if product is not None:
-            shifted = next((x.node for x in walk.steps if x.node and depends(x.node, product.node, above)), None)
-            if shifted is not None:
-                return Decline(Reason.RELATIVE, f"`{shifted}` joins the scores, and depends on them itself")
+            dependent = next((x.node for x in walk.steps if x.node and depends(x.node, product.node, above)), None)
+            if dependent is not None:
+                return Decline(Reason.RELATIVE, f"`{dependent}` joins the scores, and depends on them itself")
             return _finish(walk, product)
-        trouble = _step_back(walk, above)
-        if trouble is not None:
-            return trouble
+        obstacle = _step_back(walk, above)
+        if obstacle is not None:
+            return obstacle
     return None
 
 
@@ -137,8 +143,8 @@ def _finish(walk: _Walk, product: Product) -> Scores | Decline:
 
 
 def _step_back(walk: _Walk, above: set[Node]) -> Decline | None:
-    """Go one op back, or say why not."""
-    node, name = walk.here, op_name(walk.here)
+    """Go one op back, or return the reason why that isn't possible."""
+    node, name = walk.node, op_name(walk.node)
     sources = [x for x in node.all_input_nodes if x in above and reads_values(node, x)]
     if writes(node):
         name = name.removesuffix("_")
@@ -156,13 +162,13 @@ def _step_back(walk: _Walk, above: set[Node]) -> Decline | None:
         return None
     maximum = subtracts_maximum(node)
     if maximum is not None and walk.sinks is None and walk.outer is None:
-        if all(x.kind == "to" for x in walk.steps):  # the largest is 0 then, whatever scores are rounded to
+        if all(x.kind == "to" for x in walk.steps):  # rounding after the subtraction keeps the maximum, 0
             walk.steps.clear()
         walk.go(node.args[0], *maximum)  # type: ignore[arg-type]
         return None
     if name in CATS:
         return _concatenated(walk, sources)
-    if len(sources) > 1:  # a mask may depend on products, too: of an indexer, say
+    if len(sources) > 1:  # a mask may also depend on products, such as those of an indexer
         sources = [x for x in sources if isinstance(_read(_Walk(x), above), Scores)]
     if not sources:
         return Decline(Reason.RELATIVE, f"`{node}` is a product of a form that is not known")
@@ -223,7 +229,7 @@ def _times(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
 
 
 def _tanh(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
-    """`a * tanh(b * x)`, a soft cap of a: `a * tanh(a * b * x / a)`."""
+    """Read `a * tanh(b * x)`, a soft cap of a: `a * tanh(a * b * x / a)`."""
     if walk.outer is not None:
         return _unknown(node)
     walk.outer, walk.scale = walk.scale, 1.0
@@ -272,8 +278,8 @@ def _at_least(walk: _Walk, node: Node, name: str, source: Node) -> Decline | Non
 
 
 def _concatenated(walk: _Walk, sources: list[Node]) -> Decline | None:
-    """Sinks beside scores, one column for all keys."""
-    node = walk.here
+    """Read a `cat` of scores and one column of sinks."""
+    node = walk.node
     tensors, dim = argument(node, 0, "tensors"), argument(node, 1, "dim", node.kwargs.get("axis", 0))
     joined = tensor_of(node)
     if joined is None or len(sources) != 1 or len(tensors) != 2 or dim not in (-1, joined.dim() - 1):
@@ -290,7 +296,7 @@ def _concatenated(walk: _Walk, sources: list[Node]) -> Decline | None:
 
 
 def _round(walk: _Walk, source: Node, node: Node) -> None:
-    """Note that `node` has scores in a dtype that may not hold what `source` has."""
+    """Add a step if `node` has a dtype that may round the scores of `source`."""
     before, after = _dtype(source), _dtype(node)
     if before != after and before.itemsize >= after.itemsize:
         walk.steps.append(Step("to", 1.0, after))
@@ -301,8 +307,8 @@ def _dtype(node: Node) -> torch.dtype:
 
 
 def _same_shape(a: Node, b: Node) -> bool:
-    one, other = tensor_of(a), tensor_of(b)
-    return one is not None and other is not None and known_shape(one.shape, other.shape)
+    x, y = tensor_of(a), tensor_of(b)
+    return x is not None and y is not None and known_shape(x.shape, y.shape)
 
 
 def _is_float(node: Node) -> bool:

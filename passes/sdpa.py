@@ -1,4 +1,4 @@
-"""SDPA calls of a graph, with positional and keyword arguments bound to the schema."""
+"""Calls of SDPA in a graph, with arguments bound to its parameters."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 @dataclass(frozen=True)
 class SdpaCall:
-    """A call of `F.scaled_dot_product_attention` with its arguments as they stand in the graph, or attention like one.
+    """A call of `F.scaled_dot_product_attention` with its arguments in the graph, or attention of another form.
 
-    Attention that is written in another way has the same arguments, and those that SDPA lacks. Its tensors may be
-    drafts (`tatten.passes.drafts`).
+    Attention of another form has the same arguments, and those that SDPA lacks. Its tensors may be drafts
+    (`tatten.passes.drafts`).
 
     Attributes:
         node: the call, or the node before which other attention has to be computed.
         softcap, sinks: as `tatten.decode_attention` takes them; `sinks` is a node.
         form: how attention was written, for the report; empty for a call of SDPA.
-        log_sums: nodes whose value is the call's lse, in their own dtypes.
-        path: nodes that may have no users once the call is computed in another way.
-        fused: whether the compiler of the graph would fuse these nodes by itself.
+        log_sums: nodes that compute the call's lse, in any dtype.
+        path: nodes that may have no users once an op replaces the call.
+        fused: whether the compiler of the graph would fuse these nodes.
         grouped: whether these nodes multiply a kv head by all of its query heads at once.
-        origin: the node whose place in the user's program the report shows; None for `node`.
-        draft_result: the draft that stands for SDPA's result; None where `node` computes it.
-        outputs: the nodes that are replaced, each with a draft made of the result, or of what it replaces.
+        origin: the node whose source location the report shows; None for `node`.
+        draft_result: the draft that stands for SDPA's result; None if `node` computes it.
+        outputs: the nodes that are replaced, each with a draft that is computed from the result.
         remarks: the last remarks of the report.
-        sharding: how the program's DTensors are placed whose local parts are the tensors of the call; states of ranks
-            are merged. None for plain tensors.
-        picks: the keys that the mask leaves, if they were selected; the op reads these, and `picks.mask` for the mask.
+        sharding: the placement of the program's DTensors, whose local parts are the tensors of the call. The states of
+            ranks are merged. None for plain tensors.
+        picks: the keys that the program selected. The op reads only these, with the mask `picks.mask`.
         shares: the parts of the segments of keys and of values that this rank attends to, if they differ in placement.
     """
 
@@ -72,8 +72,8 @@ class SdpaCall:
     picks: Picks | None = None
 
     @property
-    def shown(self) -> Node:
-        """The node whose place in the user's program is that of the call."""
+    def source_node(self) -> Node:
+        """The node with the source location of the call."""
         return self.origin or self.node
 
     @property
@@ -88,7 +88,7 @@ class SdpaCall:
 
     @functools.cached_property
     def vanishing(self) -> frozenset[Node]:
-        """The nodes that nothing uses once all that the call computes is computed in another way."""
+        """The nodes that nothing uses once an op replaces the call."""
         unused = {*self.replaced}
         for node in sorted(set(self.path), reverse=True):
             if unused.issuperset(node.users):
@@ -103,17 +103,17 @@ class SdpaCall:
 
 
 def sdpa_nodes(graph: Graph) -> list[Node]:
-    """All nodes of a Dynamo or export graph that call SDPA, in order."""
+    """Return all nodes of a Dynamo or export graph that call SDPA, in order."""
     return sorted(x for target in SDPA_TARGETS for x in graph.find_nodes(op="call_function", target=target))
 
 
 def find_sdpa(graph: Graph) -> Iterator[SdpaCall]:
-    """All SDPA calls of a Dynamo or export graph, in order."""
+    """Yield all SDPA calls of a Dynamo or export graph, in order."""
     yield from map(bind_sdpa, sdpa_nodes(graph))
 
 
 def bind_sdpa(node: Node) -> SdpaCall:
-    """The call of SDPA that a node makes now: rewriting one call may replace the arguments of the next."""
+    """Return the call of SDPA that a node makes now. Rewriting a call may replace the arguments of the next call."""
     arguments: dict[str, Any] = {**dict(zip(POSITIONAL, node.args, strict=False)), **node.kwargs}
     numbers = {name: x for name in ("dropout_p", "scale") if (x := number_in(arguments.get(name))) is not None}
     return SdpaCall(node, **(arguments | numbers))

@@ -1,4 +1,4 @@
-"""Segments of keys or values along the sequence, each stored once for several sequences or once for each.
+"""Find the segments of keys or values along the sequence, each stored once for several sequences or for each one.
 
 `torch.cat` over the sequence, at any depth, makes a list of segments. `tatten.passes.views` undoes repeats of rows.
 """
@@ -19,7 +19,7 @@ from tatten.passes.mutation import writes
 from tatten.passes.op_names import CATS
 from tatten.passes.stored import Stored, peel_heads, stored_among, stored_at, walk_on
 from tatten.passes.symbolic import in_memory, known_equal, known_tensor, tensor_of
-from tatten.passes.views import Walk, begin, way_back
+from tatten.passes.views import Walk, begin_walk, walks_back
 
 # A `cat` nested deeper than this is read as one tensor: a loop that appends to its keys nests one per step.
 MAX_DEPTH = 8
@@ -29,24 +29,25 @@ Vanishing = frozenset[Node]
 
 
 def find_segments(start: Node | Walk, rows: bool = True, vanishing: Vanishing = frozenset()) -> tuple[Stored, ...]:
-    """The segments of SDPA's key or value, in order.
+    """Return the segments of SDPA's key or value, in order.
 
-    The local part of a DTensor is read as the graph made it, if it did, else as one segment.
+    The local part of a DTensor is followed to the plain tensor that the graph made it from. Without one, it is one
+    segment.
 
     Args:
         start: SDPA's key or value, or a walk to it.
-        rows: if False, what an index selected is read as a copy.
-        vanishing: the nodes that nothing uses once attention is computed in another way.
+        rows: whether to follow selections of rows. If False, they are read as copies.
+        vanishing: the nodes that nothing uses once an op replaces attention.
     """
     if isinstance(start, Node) and dtensor_of(start) is not None:
         stored, local = _behind_local_part(start, rows, vanishing)
         return (stored,) if local is None else _segments(_walk_behind(stored, local), rows, vanishing) or (stored,)
-    walk = start if isinstance(start, Walk) else begin(start)
+    walk = start if isinstance(start, Walk) else begin_walk(start)
     return _segments(walk, rows, vanishing) or tuple(stored_among((walk,)))
 
 
 def _behind_local_part(part: Node, rows: bool, vanishing: Vanishing) -> tuple[Stored, Node | None]:
-    """How the local part of a DTensor is stored, and the plain tensor of the graph that it was made of, if it was."""
+    """Return the local part of a DTensor as it is stored, and the plain tensor from which it was made, or None."""
     dtensor = dtensor_of(part)
     assert dtensor is not None
     best, *others = find_segments(dtensor, rows, vanishing)
@@ -56,12 +57,13 @@ def _behind_local_part(part: Node, rows: bool, vanishing: Vanishing) -> tuple[St
 
 
 def _local(stored: Stored, part: Node) -> Stored:
-    """The local part of what a DTensor is stored as, if that is sharded alike, else `part`, that of the DTensor."""
+    """Return the local part of a stored DTensor if it is sharded like the DTensor of `part`, else `part`."""
     from tatten.ops.distributed.placement import same_sharding
 
     tensor, base = known_tensor(dtensor_of(part)), known_tensor(stored.base)
-    alike = same_sharding(tensor, base, stored.dims)
-    return dataclasses.replace(stored, base=local_beside(part, stored.base)) if alike else Stored(part)
+    if not same_sharding(tensor, base, stored.dims):
+        return Stored(part)
+    return dataclasses.replace(stored, base=local_beside(part, stored.base))
 
 
 def _walk_behind(stored: Stored, node: Node) -> Walk:
@@ -71,9 +73,9 @@ def _walk_behind(stored: Stored, node: Node) -> Walk:
 
 
 class Cut(NamedTuple):
-    """A segment as it is stored, once for all sequences that share it, and as one that each sequence has for itself.
+    """A segment as it is stored, once for all sequences that share it, and with one row for each sequence.
 
-    The latter is None where rows were repeated or selected after they were concatenated.
+    The latter is None if rows were repeated or selected after they were concatenated.
     """
 
     shared: Stored
@@ -81,28 +83,28 @@ class Cut(NamedTuple):
 
 
 def find_cuts(start: Node | Walk, vanishing: Vanishing) -> tuple[Cut, ...]:
-    """The segments of SDPA's key or value between cuts that don't depend on the batch; none if one can't be read.
+    """Return the segments of SDPA's key or value between cuts that don't depend on the batch.
 
-    Where others use what was concatenated, it is one segment: it exists anyway. The local part of a DTensor has none
-    unless the graph made it.
+    There are none if a segment can't be read. A concatenated tensor with other users is one segment, as it exists
+    anyway. The local part of a DTensor has segments only if the graph made it.
     """
     if isinstance(start, Node) and dtensor_of(start) is not None:
         stored, local = _behind_local_part(start, False, vanishing)
         return () if local is None else find_cuts(_walk_behind(stored, local), vanishing)
     cuts = []
-    for walk in _cut(start if isinstance(start, Walk) else begin(start), vanishing):
+    for walk in _cut(start if isinstance(start, Walk) else begin_walk(start), vanishing):
         shared = _segments(walk, True, vanishing, depth=MAX_DEPTH)
         if shared is None:
             return ()
-        per_sequence = (x for x in stored_among(way_back(walk)) if not x.shared)
+        per_sequence = (x for x in stored_among(walks_back(walk)) if not x.shared)
         cuts.append(Cut(shared[0], next(per_sequence, None)))
     return tuple(cuts)
 
 
 def _cut(start: Walk, vanishing: Vanishing, depth: int = 0) -> Iterator[Walk]:
-    for walk in way_back(start):
+    for walk in walks_back(start):
         parts = _parts(walk) if depth < MAX_DEPTH else None
-        if parts is not None and _ours_alone(walk, vanishing):
+        if parts is not None and _only_attention_uses(walk, vanishing):
             for part in parts:
                 yield from _cut(part, vanishing, depth + 1)
             return
@@ -110,7 +112,7 @@ def _cut(start: Walk, vanishing: Vanishing, depth: int = 0) -> Iterator[Walk]:
 
 
 def in_one(node: Node, segments: tuple[Stored, ...]) -> Stored:
-    """`peel_heads(node)`, without another walk if the segments of `node` are one that already is the answer."""
+    """Return `peel_heads(node)`, without another walk if the only segment of `node` already is the result."""
     dtensor = dtensor_of(node)
     if dtensor is not None:
         return _local(peel_heads(dtensor), node)
@@ -121,9 +123,9 @@ def in_one(node: Node, segments: tuple[Stored, ...]) -> Stored:
 
 
 def _segments(start: Walk, rows: bool, vanishing: Vanishing, depth: int = 0) -> tuple[Stored, ...] | None:
-    """The segments of the tensor that a walk has reached; None if no stored tensor can be found."""
+    """Return the segments of the tensor at the end of a walk, or None if no stored tensor can be found."""
     walks = []
-    for walk in way_back(start):
+    for walk in walks_back(start):
         if walk.rows and not rows:
             break
         walks.append(walk)
@@ -131,21 +133,22 @@ def _segments(start: Walk, rows: bool, vanishing: Vanishing, depth: int = 0) -> 
         if parts is not None:
             by_part = [_segments(part, rows, vanishing, depth + 1) for part in parts]
             flat = tuple(segment for segments in by_part if segments is not None for segment in segments)
-            # If others use the concatenated tensor, it exists anyway: segments of equal batch are read from it.
+            # A concatenated tensor with other users exists anyway, so segments of equal batch are read from it.
             if None not in by_part and (
-                _ours_alone(walk, vanishing) or any(not known_equal(x.size(BATCH), flat[0].size(BATCH)) for x in flat)
+                _only_attention_uses(walk, vanishing)
+                or any(not known_equal(x.size(BATCH), flat[0].size(BATCH)) for x in flat)
             ):
                 return flat
     best, last = next(stored_among(walks), None), walks[-1]
-    first = best if best is not None and best.base is last.here else stored_at(last)
+    first = best if best is not None and best.base is last.node else stored_at(last)
     best = _overlaid(first) or best
     return None if best is None else (best,)
 
 
-def _ours_alone(walk: Walk, vanishing: Vanishing) -> bool:
-    """True if nothing but attention uses the nodes of a walk, so that they vanish with it."""
+def _only_attention_uses(walk: Walk, vanishing: Vanishing) -> bool:
+    """Return True if only attention uses the nodes of a walk, so that they vanish with it."""
     previous: Node | None = None
-    for node in (*walk.path, walk.here):
+    for node in (*walk.path, walk.node):
         users = [user for user in node.users if user not in vanishing and user is not previous]
         if users and (vanishing or len(users) > 1 or previous is not None):
             return False
@@ -154,12 +157,12 @@ def _ours_alone(walk: Walk, vanishing: Vanishing) -> bool:
 
 
 def _parts(walk: Walk) -> list[Walk] | None:
-    """Walks to the tensors that the one at hand concatenates over the sequence; None if it doesn't."""
-    if op_name(walk.here) not in CATS or writes(walk.here):
+    """Return walks to the tensors that the current node concatenates over the sequence, or None for another node."""
+    if op_name(walk.node) not in CATS or writes(walk.node):
         return None
-    tensors = argument(walk.here, 0, "tensors")
-    dim = argument(walk.here, 1, "dim", walk.here.kwargs.get("axis", 0))
-    concatenated = tensor_of(walk.here)
+    tensors = argument(walk.node, 0, "tensors")
+    dim = argument(walk.node, 1, "dim", walk.node.kwargs.get("axis", 0))
+    concatenated = tensor_of(walk.node)
     if concatenated is None or not isinstance(tensors, (list, tuple)) or not isinstance(dim, int):
         return None
     if walk.parts[dim % concatenated.dim()] != (LENGTH,):
@@ -170,13 +173,16 @@ def _parts(walk: Walk) -> list[Walk] | None:
         if tensor is None or tensor.dtype != concatenated.dtype or tensor.device != concatenated.device:
             return None
         if tensor.dim() == 1 and known_equal(tensor.shape[0], 0):
-            continue  # an empty cache starts so
-        parts.append(dataclasses.replace(walk, here=node, path=(*walk.path, walk.here)))
+            continue  # an empty cache may start with this tensor
+        parts.append(dataclasses.replace(walk, node=node, path=(*walk.path, walk.node)))
     return parts
 
 
 def _overlaid(stored: Stored | None) -> Stored | None:
-    """The one row of a tensor that was expanded over the batch before it entered the graph, as stride 0 shows."""
+    """Return a tensor with one row if it was expanded over the batch before it entered the graph, or None.
+
+    Stride 0 shows the expansion.
+    """
     tensor = None if stored is None else tensor_of(stored.base)
     if stored is None or tensor is None or stored.dims[BATCH] is None:
         return None

@@ -1,11 +1,11 @@
-"""Caches of sliding windows that a program rolls: they are moved in place instead.
+"""Find caches of sliding windows that a program rolls, and move them in place instead.
 
 `StaticSlidingWindowLayer` of transformers, once it is full, drops its first slot for each token:
 
     moved = cache.roll(-1, dims=-2); moved[:, :, torch.tensor([-1])] = new; cache.copy_(moved)
 
-Compiled that is two kernels, and four times the bytes of the cache, where attention reads them once.
-`tatten::slide_` takes two times the bytes, and little more. What the cache holds afterwards is the same to the bit.
+Compiled, this takes two kernels that move four times the bytes of the cache. `tatten::slide_` moves little more than
+two times the bytes. The contents of the cache are the same to the bit.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from tatten.passes.replace import Inserter, erase_unused_of
 from tatten.passes.symbolic import FakeTensor, bytes_of, constant, known_shape, known_tensor, tensor_of
 from tatten.passes.views import source_of
 
-# On a CPU a call of the op takes about 15 us more than generated code, which small caches don't save: with 2 MB it was
-# slower than Inductor's code, from 8 MB on it takes 0.19 to 0.66 of the time (2 cores, `benchmarks/sliding.py`).
+# On a CPU a call of the op takes about 15 us more than generated code. With 2 MB it is slower than Inductor's code, and
+# from 8 MB on it takes 0.19 to 0.66 of the time (2 cores, `benchmarks/sliding.py`).
 LEAST_BYTES = {"cuda": 1, "cpu": 1 << 23}  # on a GPU it always pays
 
 
 @dataclass(frozen=True)
 class Slide:
-    """A cache that is rolled by one slot, of which the last is replaced.
+    """A cache that is rolled by one slot and gets a new last slot.
 
     Attributes:
-        rolled: `cache.roll(-1, dims=-2)` of a cache `[batch, heads, slots, head_dim]`.
-        index, put: the index of the last slot, and what writes the new one there, `[batch, heads, 1, head_dim]`.
-        copy: what copies all of it back to the cache.
+        rolled: the node `cache.roll(-1, dims=-2)` of a cache `[batch, heads, slots, head_dim]`.
+        index, put: the index of the last slot, and the node that writes `[batch, heads, 1, head_dim]` there.
+        copy: the node that copies the result back to the cache.
     """
 
     rolled: Node
@@ -48,14 +48,14 @@ class Slide:
     copy: Node
 
 
-def find_slides(graph: Graph, moving: Sequence[Node] = ()) -> list[Slide]:
-    """Find the caches that a graph rolls, and that are large enough. Changes nothing.
+def find_slides(graph: Graph, movers: Sequence[Node] = ()) -> list[Slide]:
+    """Find the caches that a graph rolls, and that are large enough.
 
     Args:
-        graph: a graph of Dynamo's.
-        moving: what `tatten.passes.mutation.movers` found in it.
+        graph: a Dynamo graph.
+        movers: the result of `tatten.passes.mutation.movers` for the graph.
     """
-    slides = [_slide(node) for node in graph.nodes if op_name(node) == "copy_" and mover_of(node, moving) is None]
+    slides = [_slide(node) for node in graph.nodes if op_name(node) == "copy_" and mover_of(node, movers) is None]
     return [x for x in slides if x is not None]
 
 
@@ -70,10 +70,10 @@ def _slide(copy: Node) -> Slide | None:
     if index is None:
         return None
     (put,) = puts
-    at, of = tensor_of(cache), tensor_of(put.args[2])
-    if at is None or of is None or not _movable(at, of):
+    old, new = tensor_of(cache), tensor_of(put.args[2])
+    if old is None or new is None or not _movable(old, new):
         return None
-    if written_between([at], rolled, copy) is not None or written_between([of], put, copy) is not None:
+    if written_between([old], rolled, copy) is not None or written_between([new], put, copy) is not None:
         return None
     return Slide(rolled, index, put, copy)
 
@@ -86,13 +86,13 @@ def _rolls(node: Node, cache: Node) -> bool:
 
 
 def _last_of(put: Node, rolled: Node) -> Node | None:
-    """The index of a node that writes to the last slots of `rolled`; None if that isn't what it does."""
+    """Return the index of a node that writes to the last slot of `rolled`, or None for another node."""
     if op_name(put) != "setitem" or put.args[0] is not rolled:
         return None
-    at = put.args[1]
-    if not isinstance(at, tuple) or len(at) != 3 or at[:2] != (slice(None), slice(None)):
+    key = put.args[1]
+    if not isinstance(key, tuple) or len(key) != 3 or key[:2] != (slice(None), slice(None)):
         return None
-    index = at[2]
+    index = key[2]
     if not isinstance(index, Node) or op_name(index) != "tensor" or argument(index, 0, "data") not in ([-1], (-1,)):
         return None
     value = tensor_of(index)

@@ -1,8 +1,8 @@
 """Keys and values as they are stored, before heads were repeated and rows were shared or selected.
 
-Each dim of keys and values has a role: batch, heads, length or head_dim (see `tatten.passes.views`). A dim of the
-stored tensor has a role to itself if the stretched dims are the minor ones: `x[j] == base[j // n]`. Rows that an index
-selected may have been repeated in any order: `x[j] == base[rows[j]]`.
+Each dim of keys and values has a role: batch, heads, length or head_dim (see `tatten.passes.views`). One dim of the
+stored tensor has a role alone if the stretched dims of that role are minor: `x[j] == base[j // n]`. Rows that an index
+selects may be repeated in any order: `x[j] == base[rows[j]]`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tatten.passes.drafts import without_drafts
 from tatten.passes.mutation import written_between
 from tatten.passes.rows import SelectedRows
 from tatten.passes.symbolic import constant, known_equal, known_tensor, tensor_of
-from tatten.passes.views import ROLES, Part, Size, Walk, begin, way_back
+from tatten.passes.views import ROLES, Part, Size, Walk, begin_walk, walks_back
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Stored:
     """The stored tensor of keys or values `x`: `x[b, h, s, d] == base[row, h // repeats, s, d]`, permuted by `dims`.
 
     Attributes:
-        base: the tensor that is stored.
-        dims: the dim of `base` for each of the roles batch, heads, length and head_dim; None if `base` has no such dim,
-            so that the role has size 1.
+        base: the stored tensor.
+        dims: the dim of `base` for each of the roles batch, heads, length and head_dim. None for a role of size 1
+            without a dim in `base`.
         repeats: the number of neighbouring heads of `x` that are one head of `base`.
         shared: whether several sequences may read one row of `base`.
         rows: the row that each sequence reads. If None, each row is read by the next n sequences, the same n for all.
         overlaid: whether all rows of `base` are one row in memory, with stride 0.
-        table: the pages of each sequence. `base` then is a pool: its `dims` for the batch and the length are those of
-            pages and of keys in a page. None for keys in order.
+        table: the pages of each sequence. `base` is then a pool: its `dims` for batch and length count pages, and keys
+            in a page. None for keys in order.
         path: the nodes from SDPA's key or value to the one that reads `base`.
     """
 
@@ -48,19 +48,19 @@ class Stored:
     path: tuple[Node, ...] = ()
 
     def size(self, role: int) -> Size:
-        """The size of keys or values as attention takes them: of all pages that a table has room for."""
+        """Return the size of keys or values as attention takes them, including all pages in a table."""
         if self.table is not None and role in (BATCH, LENGTH):
             batch, columns = self.table.shape
             return batch if role == BATCH else columns * self.size_in_base(LENGTH)
         return 1 if role == BATCH and self.overlaid else self.size_in_base(role)
 
     def size_in_base(self, role: int) -> Size:
-        """The size of the dim of `base` with a role."""
+        """Return the size of the dim of `base` with this role."""
         tensor, dim = known_tensor(self.base), self.dims[role]
         return 1 if dim is None else tensor.shape[dim]
 
-    def as_attention_takes_it(self, insert: Callable[..., Node]) -> Node:
-        """Insert the views that make `[batch, heads, length, head_dim]` of `base`; `base` itself if none is needed.
+    def as_operand(self, insert: Callable[..., Node]) -> Node:
+        """Insert the views of `base` as `[batch, heads, length, head_dim]`. Return `base` itself if none is needed.
 
         Pools become `[pages, page, heads, head_dim]`.
 
@@ -68,7 +68,7 @@ class Stored:
             insert: inserts or drafts a call of a method, given its name, the node that it is called on, and arguments.
         """
         node, dims, tensor = self.base, list(self.dims), known_tensor(self.base)
-        if tensor.requires_grad:  # but SDPA's result doesn't: it was read under no_grad
+        if tensor.requires_grad:  # SDPA's result doesn't, as the program ran under no_grad
             node = insert("detach", node)
         rank = tensor.dim()
         for dim in reversed([d for d in range(rank) if d not in dims]):
@@ -80,20 +80,20 @@ class Stored:
         order = [d for d in dims if d is not None]
         if order != list(range(len(order))):
             node = insert("permute", node, *order)
-        for place, kept in enumerate(dims):
-            if kept is None:
+        for place, base_dim in enumerate(dims):
+            if base_dim is None:
                 node = insert("unsqueeze", node, place)
         return node
 
     def written_before(self, call: Node) -> Node | None:
-        """The first node that may write to `base`, to a copy of it or to an index, after it was read and before `call`.
+        """Return the first node before `call` that may write to `base`, to a copy of it or to an index after its read.
 
-        None if there is no such node.
+        Return None if there is no such node.
         """
         if not self.path:
             return None
         read = {*self.path, *(self.rows.read if self.rows is not None else ())}
-        if self.table is not None:  # which may be read long before the pages that it names are
+        if self.table is not None:  # the program may read it long before the pages
             writer = _written_since(self.table.read, {*self.path, *self.table.read}, call)
             if writer is not None:
                 return writer
@@ -101,15 +101,15 @@ class Stored:
 
 
 def _written_since(nodes: Iterable[Node], readers: Iterable[Node], call: Node) -> Node | None:
-    """The first node after the first of `readers` and before `call` that may write to a tensor of `nodes`."""
+    """Return the first node between `readers` and `call` that may write to a tensor of `nodes`, or None."""
     tensors = [tensor for tensor in map(tensor_of, nodes) if tensor is not None]
     first = min(node for node in without_drafts(readers) if node.op != "placeholder")
     return written_between(tensors, first, call)
 
 
 def stored_at(walk: Walk) -> Stored | None:
-    """The tensor that a walk has reached, as a stored tensor, if each role has one of its dims to itself; else None."""
-    tensor = tensor_of(walk.here)
+    """Return the tensor at the end of a walk as a stored tensor, or None if a role has several dims."""
+    tensor = tensor_of(walk.node)
     if tensor is None:
         return None
     dim_of: dict[int, int] = {}
@@ -134,15 +134,15 @@ def stored_at(walk: Walk) -> Stored | None:
     if repeats is None or not known_equal(factors[LENGTH], 1) or not known_equal(factors[HEAD_DIM], 1):
         return None
     if not walk.rows or BATCH not in dim_of:  # any index selects the one row
-        return Stored(walk.here, dims, repeats, bool(walk.rows) or not known_equal(factors[BATCH], 1), path=walk.path)
+        return Stored(walk.node, dims, repeats, bool(walk.rows) or not known_equal(factors[BATCH], 1), path=walk.path)
     repeated = walk.repeated_rows(dim_of[BATCH])
     if repeated is None:
         return None
-    return Stored(walk.here, dims, repeats, True, SelectedRows((*repeated, *walk.rows)), path=walk.path)
+    return Stored(walk.node, dims, repeats, True, SelectedRows((*repeated, *walk.rows)), path=walk.path)
 
 
 def walk_on(stored: Stored, node: Node, path: tuple[Node, ...]) -> Walk:
-    """The walk that found `stored`, without the selection of its rows, continued at `node`.
+    """Return the walk that found `stored`, without the selection of its rows, continued at `node`.
 
     Args:
         stored: the stored tensor that the walk has reached.
@@ -160,7 +160,7 @@ def walk_on(stored: Stored, node: Node, path: tuple[Node, ...]) -> Walk:
 
 
 def stored_among(walks: Iterable[Walk]) -> Iterator[Stored]:
-    """The tensors on one way back that can be read as stored ones, best first.
+    """Yield the tensors of walks that can be read as stored tensors, best first.
 
     They are ordered by `Walk.undone`. Among equals, the nearest to the start comes first.
     """
@@ -171,9 +171,9 @@ def stored_among(walks: Iterable[Walk]) -> Iterator[Stored]:
 
 
 def peel_heads(start: Node | Walk) -> Stored:
-    """Walk from SDPA's key or value back to the tensor before its heads were repeated, or stay at the start.
+    """Walk back from SDPA's key or value to the tensor before its heads were repeated, or stay at the start.
 
     Tensors whose rows are shared or selected are skipped.
     """
-    walk = start if isinstance(start, Walk) else begin(start)
-    return next(here for here in stored_among(way_back(walk)) if not here.shared)
+    walk = start if isinstance(start, Walk) else begin_walk(start)
+    return next(stored for stored in stored_among(walks_back(walk)) if not stored.shared)

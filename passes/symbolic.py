@@ -1,7 +1,11 @@
-"""Queries about shapes and storage; only `guard_equal` adds a guard. All use of the symbolic-shape API is here."""
+"""Queries about shapes and storage. Only functions named `guard_*` add guards.
+
+All use of the symbolic-shape API is in this file.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard, TypeVar
 
@@ -17,7 +21,7 @@ except ImportError as error:
     moved("torch._subclasses.fake_tensor.FakeTensor", error, "attention on fake tensors is left as it is")
 
     class FakeTensor(Tensor):  # type: ignore[no-redef]
-        """No tensor is one."""
+        """A class without instances."""
 
 
 T = TypeVar("T")
@@ -25,41 +29,41 @@ _EXPR = "torch.SymFloat.node.expr"
 
 
 def value_of(node: Node) -> Any:
-    """The value that a node stands for, such as a fake tensor or a size; None where the graph doesn't say."""
+    """Return the value of a node, such as a fake tensor or a size, or None if the graph has none."""
     return node.meta.get("example_value", node.meta.get("val"))
 
 
 def tensor_of(x: Any) -> Tensor | None:
-    """The fake tensor that a node stands for; None if it isn't one tensor."""
+    """Return the fake tensor of a node, or None if its value isn't one tensor."""
     value = value_of(x) if isinstance(x, Node) else None
     return value if isinstance(value, Tensor) else None
 
 
 def known_tensor(x: Any) -> Tensor:
-    """The fake tensor of a node that is known to stand for one."""
+    """Return the fake tensor of a node whose value is known to be a tensor."""
     tensor = tensor_of(x)
     assert tensor is not None
     return tensor
 
 
 def rank_of(node: Node) -> int:
-    """The number of dims of a node's tensor; -1 if it isn't one tensor."""
+    """Return the number of dims of a node's tensor, or -1 if its value isn't one tensor."""
     tensor = tensor_of(node)
     return -1 if tensor is None else tensor.dim()
 
 
 def known_equal(a: int | SymInt, b: int | SymInt) -> bool:
-    """True if `a == b` in every run of the graph; False if that can't be proven."""
+    """Return True if `a == b` in every run of the graph, and False if that can't be proven."""
     return _known_true(a == b)
 
 
 def known_different(a: int | SymInt, b: int | SymInt) -> bool:
-    """True if `a != b` in every run of the graph; False if that can't be proven."""
+    """Return True if `a != b` in every run of the graph, and False if that can't be proven."""
     return _known_true(a != b)
 
 
 def known_at_most(a: int | SymInt, b: int | SymInt) -> bool:
-    """True if `a <= b` in every run of the graph; False if that can't be proven.
+    """Return True if `a <= b` in every run of the graph, and False if that can't be proven.
 
     The range of a dynamic size counts: from `mark_dynamic(min=, max=)`, `torch._check`, or a branch that was taken.
     """
@@ -78,19 +82,19 @@ def _known_true(condition: Any) -> bool:
         return False
 
 
-def known_shape(shape: Sequence[int | SymInt], want: Sequence[int | SymInt]) -> bool:
-    return len(shape) == len(want) and all(known_equal(a, b) for a, b in zip(shape, want, strict=True))
+def known_shape(shape: Sequence[int | SymInt], expected: Sequence[int | SymInt]) -> bool:
+    return len(shape) == len(expected) and all(known_equal(a, b) for a, b in zip(shape, expected, strict=True))
 
 
 def constant(size: int | SymInt) -> int | None:
-    """The value of a size that is the same in every run, even inside a SymInt; None for a dynamic size."""
+    """Return the value of a size that is the same in every run, also inside a SymInt, or None for a dynamic size."""
     if isinstance(size, int):
         return size
     return _ask(size, "torch.SymInt.node.maybe_as_int", lambda node: node.maybe_as_int())
 
 
 def _ask(number: Any, api: str, ask: Callable[[Any], T]) -> T | None:
-    """The answer of `ask` about the node of a symbolic number; None if the private API has moved."""
+    """Return `ask` of the node of a symbolic number, or None if the private API has moved."""
     try:
         return ask(number.node)
     except Exception as error:
@@ -100,7 +104,7 @@ def _ask(number: Any, api: str, ask: Callable[[Any], T]) -> T | None:
 
 
 def number_in(x: Any) -> float | None:
-    """The number that a node, or a value, is in every run, even inside a SymFloat; None for any other."""
+    """Return the number that a node or a value is in every run, also inside a SymFloat, or None for anything else."""
     value = value_of(x) if isinstance(x, Node) else x
     if isinstance(value, SymFloat):
         value = _ask(value, "torch.SymFloat.node.maybe_as_float", lambda node: node.maybe_as_float())
@@ -110,14 +114,14 @@ def number_in(x: Any) -> float | None:
 
 
 def is_input_number(x: Any) -> TypeGuard[Node]:
-    """Tell whether this is a node of a number that may differ between runs, as attributes may under `dynamic=True`."""
+    """Return True for a node of a number that may differ between runs, such as an attribute under `dynamic=True`."""
     return isinstance(x, Node) and isinstance(value_of(x), SymFloat | SymInt) and number_in(x) is None
 
 
 def integers_in(number: Any) -> set[Any] | None:
-    """The integers of which a number is made and that may differ between runs, as symbols; None if they are unknown.
+    """Return the symbols of integers, such as dynamic sizes, that a number is computed from, or None if unknown.
 
-    Dynamic sizes are such integers. A float that is an input of the graph is none.
+    A float that is an input of the graph is not an integer.
     """
     if isinstance(number, int | float):
         return set()
@@ -125,7 +129,7 @@ def integers_in(number: Any) -> set[Any] | None:
 
 
 def guard_number(x: Node) -> bool:
-    """Make a number the same in every run: another one captures a new graph. False if it was unknown at capture."""
+    """Guard a number, so that another value captures a new graph. Return False if it was unknown at capture."""
     value = value_of(x)
     if number_in(x) is None and number_hint(value) is not None and not _computed_of_floats(value):
         int(value) if isinstance(value, SymInt) else float(value)
@@ -133,13 +137,13 @@ def guard_number(x: Node) -> bool:
 
 
 def _computed_of_floats(number: Any) -> bool:
-    """Tell whether a number is computed of floats that are inputs: it would stay unknown in spite of a guard."""
+    """Return True if a number is computed from floats that are inputs. It would stay unknown in spite of a guard."""
     known = _ask(number, _EXPR, lambda node: node.expr.is_symbol or all(x.is_integer for x in node.expr.free_symbols))
     return not known
 
 
 def guard_between(x: Node, least: float, most: float) -> bool:
-    """Tell whether a number was in a range at capture; if so, a run where it isn't captures a new graph."""
+    """Return True if a number was in a range at capture, and guard it: a run where it isn't captures a new graph."""
     value = value_of(x)
     at_capture = number_hint(value)
     if at_capture is None or not least <= at_capture <= most:
@@ -148,13 +152,13 @@ def guard_between(x: Node, least: float, most: float) -> bool:
 
 
 def number_hint(number: SymInt | SymFloat) -> float | None:
-    """The value of a number when the graph was captured; None if there was none."""
+    """Return the value of a number when the graph was captured, or None without one."""
     at_capture = _ask(number, "torch.SymFloat.node.hint", lambda node: node.hint)
     return at_capture if isinstance(at_capture, int | float) else None
 
 
 def hint(size: int | SymInt) -> int | None:
-    """The value of a size when the graph was captured; None if there was none. It proves nothing about other runs."""
+    """Return the value of a size when the graph was captured, or None without one. Other runs may differ."""
     if isinstance(size, int):
         return size
     at_capture = _ask(size, "torch.SymInt.node.hint", lambda node: node.hint)
@@ -162,33 +166,28 @@ def hint(size: int | SymInt) -> int | None:
 
 
 def may_be_0_or_1(size: int | SymInt) -> bool:
-    """True for an unbacked size that isn't known to be 2 or more: no op can be traced that asks if it is 0 or 1."""
+    """Return True for an unbacked size that isn't known to be at least 2: an op that tests for 0 or 1 can't trace."""
     return constant(size) is None and hint(size) is None and not _known_true(size > 1)
 
 
 def guard_equal(a: int | SymInt, b: int | SymInt) -> bool:
-    """Return True if `a == b` when the graph was captured; if so, a run where they differ captures a new graph."""
+    """Return True if `a == b` at capture, and guard it: a run where they differ captures a new graph."""
     return known_equal(a, b) or (None not in (hint(a), hint(b)) and bool(a == b))
 
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
-    """True if two fake tensors are views of one storage, so that writing one may change the other."""
+    """Return True if two fake tensors are views of one storage, so that writing one may change the other."""
     return storage.same_storage(in_memory(a), in_memory(b))
 
 
 def in_memory(tensor: Any) -> Tensor:
-    """The tensor that owns storage and has the strides in memory: a DTensor's local tensor, or the tensor itself."""
+    """Return the tensor that owns storage and has the strides in memory: for a DTensor, its local tensor."""
     plain = isinstance(tensor, FakeTensor) or not hasattr(tensor, "to_local")  # hasattr is slow on a fake tensor
     local: Tensor = tensor if plain else tensor.to_local()
     return local
 
 
 def bytes_of(tensor: Tensor) -> int | None:
-    """The size of a tensor in bytes when the graph was captured; None if that was unknown."""
-    size = tensor.element_size()
-    for n in tensor.shape:
-        known = hint(n)
-        if known is None:
-            return None
-        size *= known
-    return size
+    """Return the size of a tensor in bytes when the graph was captured, or None if it was unknown."""
+    sizes = [hint(n) for n in tensor.shape]
+    return None if None in sizes else math.prod(n or 0 for n in sizes) * tensor.element_size()

@@ -1,7 +1,7 @@
-"""Grouped heads in the other order: query head h reads kv head `h % kv_heads`, as `k.repeat(1, n, 1, 1)` makes it.
+"""Grouped heads in tiled order: query head h reads kv head `h % kv_heads`, as after `k.repeat(1, n, 1, 1)`.
 
-The ops read kv head `h // n`. A call whose query heads are permuted stands in for such attention, and its result is
-permuted back: both are small, while keys and values are read where they were before they were tiled.
+The ops read kv head `h // n`. So query heads are permuted, and the result is permuted back. Both are small, while keys
+and values are read before they are tiled.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from tatten.passes.replace import with_strides_of
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import FakeTensor, constant, known_equal, tensor_of
-from tatten.passes.views import ROLES, Walk, begin, way_back
+from tatten.passes.views import ROLES, Walk, begin_walk, walks_back
 
 
 def untiled_call(call: SdpaCall, masks: Masks) -> SdpaCall | None:
-    """Return a call whose keys and values are tiled, in one order, as one with permuted query heads; None for others.
+    """Return a call with tiled keys and values as a call with permuted query heads, or None for another call.
 
-    Head j of the tiled tensors is head `(j // repeats) % kv_heads` of those before.
+    Head j of the tiled tensors is head `(j // repeats) % kv_heads` of the tensors before. Keys and values must have the
+    same order.
     """
     query, tiled, mask = (tensor_of(x) for x in (call.query, call.key, call.attn_mask))
     result = tensor_of(call.result)
@@ -32,11 +33,11 @@ def untiled_call(call: SdpaCall, masks: Masks) -> SdpaCall | None:
         return None
     if call.log_sums or tensor_of(call.value) is None or not isinstance(result, FakeTensor):
         return None
-    of_key, of_value = _untiled(call.key), _untiled(call.value)
-    if of_key is None or of_value is None or of_key[1:] != of_value[1:]:
+    untiled_key, untiled_value = _untiled(call.key), _untiled(call.value)
+    if untiled_key is None or untiled_value is None or untiled_key[1:] != untiled_value[1:]:
         return None
-    key, tiles, repeats, kv_heads = of_key
-    value = of_value[0]
+    key, tiles, repeats, kv_heads = untiled_key
+    value = untiled_value[0]
     q_heads, heads = constant(query.shape[HEADS]), tiles * repeats * kv_heads
     if q_heads is None or q_heads % heads or (q_heads != heads and call.enable_gqa is not True):
         return None
@@ -44,52 +45,55 @@ def untiled_call(call: SdpaCall, masks: Masks) -> SdpaCall | None:
         return None
     if any(x.written_before(call.node) is not None for x in (key, value)):
         return None
-    draft = Drafting(masks.drafts, call.shown)
-    as_read = tiles, kv_heads, q_heads // (tiles * kv_heads)
-    as_taken = kv_heads, tiles, q_heads // (tiles * kv_heads)
-    its_mask = call.attn_mask
+    draft = Drafting(masks.drafts, call.source_node)
+    program_order = tiles, kv_heads, q_heads // (tiles * kv_heads)
+    op_order = kv_heads, tiles, q_heads // (tiles * kv_heads)
+    attn_mask = call.attn_mask
     if mask is not None and mask.dim() > 2 and not known_equal(mask.shape[-3], 1):
-        its_mask = _swapped(draft, masks.first_view(its_mask), mask.dim() - 3, as_read)
-    inner = masks.drafts.result(result.new_empty(result.shape, requires_grad=result.requires_grad))
-    out = with_strides_of(draft, _swapped(draft, inner, HEADS, as_taken), result)
+        attn_mask = _swapped(draft, masks.first_view(attn_mask), mask.dim() - 3, program_order)
+    permuted_result = masks.drafts.result(result.new_empty(result.shape, requires_grad=result.requires_grad))
+    out = with_strides_of(draft, _swapped(draft, permuted_result, HEADS, op_order), result)
     return dataclasses.replace(
         call,
-        query=_swapped(draft, call.query, HEADS, as_read),
+        query=_swapped(draft, call.query, HEADS, program_order),
         key=_repeated(draft, key, tiles * repeats),
         value=_repeated(draft, value, tiles * repeats),
-        attn_mask=its_mask,
-        sinks=None if call.sinks is None else _swapped(draft, call.sinks, 0, as_read),
+        attn_mask=attn_mask,
+        sinks=None if call.sinks is None else _swapped(draft, call.sinks, 0, program_order),
         path=(*call.path, *key.path, *value.path),
-        draft_result=inner,
-        outputs=tuple((x, masks.drafts.substitute(made, call.result, out)) for x, made in call.replaced.items()),
+        draft_result=permuted_result,
+        outputs=tuple((x, masks.drafts.substitute(output, call.result, out)) for x, output in call.replaced.items()),
         remarks=(f"queries are permuted: {tiles} tiles of {kv_heads} kv heads", *call.remarks),
     )
 
 
 def _untiled(node: Node) -> tuple[Stored, int, int, int] | None:
-    """The tensor of rank 4 before heads were tiled, how often that was, the repeats within a tile, and its heads."""
+    """Return the tensor of rank 4 before its heads were tiled, or None.
+
+    Also return the number of tiles, the repeats within a tile, and the number of heads before.
+    """
     tensor = tensor_of(node)
     if tensor is None or tensor.dim() != 4:
         return None
-    for walk in way_back(begin(node)):
-        here = tensor_of(walk.here)
+    for walk in walks_back(begin_walk(node)):
+        untiled = tensor_of(walk.node)
         if walk.rows or any(part[0] != HEADS for part, _ in walk.stretched):
             return None
         dims = _dims(walk)
-        if here is None or dims is None or not walk.stretched:
+        if untiled is None or dims is None or not walk.stretched:
             continue
-        head_part, heads = walk.parts[dims[HEADS]], constant(here.shape[dims[HEADS]])
+        head_part, heads = walk.parts[dims[HEADS]], constant(untiled.shape[dims[HEADS]])
         if head_part is None or heads is None:
             continue
         tiles = constant(math.prod(n for part, n in walk.stretched if part < head_part))
         repeats = constant(math.prod(n for part, n in walk.stretched if part > head_part))
         if tiles is not None and repeats is not None and tiles > 1 and heads > 1:
-            return Stored(walk.here, dims, path=walk.path), tiles, repeats, heads
+            return Stored(walk.node, dims, path=walk.path), tiles, repeats, heads
     return None
 
 
 def _dims(walk: Walk) -> tuple[int, ...] | None:
-    """The dim of each role, where a walk has reached a tensor with one dim for each."""
+    """Return the dim of each role, or None unless the tensor at the end of a walk has one dim for each."""
     roles = [None if part is None else part[0] for part in walk.parts]
     if len(roles) != len(ROLES) or any(roles.count(role) > 1 for role in ROLES):
         return None
@@ -103,7 +107,7 @@ def _swapped(draft: Drafting, node: Node, dim: int, sizes: tuple[int, int, int])
 
 
 def _repeated(draft: Drafting, stored: Stored, times: int) -> Node:
-    """Draft a key or value of which each head is there several times, one beside the other."""
+    """Draft a key or value with each head repeated, as by `repeat_interleave`."""
     node = stored.base
     if stored.dims != tuple(ROLES):
         node = draft("permute", node, *stored.dims)

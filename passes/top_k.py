@@ -1,7 +1,7 @@
-"""Top-k whose indices only attention reads: nothing sorts them.
+"""Rewrite a top-k whose indices only attention reads, so that nothing sorts them.
 
-`torch.topk` sorts its result. The picks of attention are a set, so their order doesn't matter. `tatten::top_picks`
-finds them faster for few rows, and `topk(sorted=False)` for many.
+`torch.topk` sorts its result. The picks of attention are a set, so their order doesn't matter. `tatten::top_picks` is
+faster for few rows, and `topk(sorted=False)` for many.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tatten.passes.op_names import CASTS
 from tatten.passes.replace import Inserter, erase_unused_of
 from tatten.passes.symbolic import FakeTensor, constant, known_equal, known_tensor, tensor_of
 
-LEAST_SCORES = 4096  # of a row; fewer were not measured
-MOST_SCORES = 1 << 19  # of all rows together: `topk(sorted=False)` is faster for more (`benchmarks/indexer.py`)
+LEAST_SCORES = 4096  # scores of a row; fewer were not measured
+MOST_SCORES = 1 << 19  # scores of all rows: `topk(sorted=False)` is faster for more (`benchmarks/indexer.py`)
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TopK:
         indices: its indices.
         scores: float32, on a GPU.
         k: the number of indices.
-        few: whether the op is faster than `topk`.
+        few: whether there are so few scores that the op is faster than `topk`.
     """
 
     node: Node
@@ -41,7 +41,7 @@ class TopK:
 
 
 def find_top_k(graph: Graph) -> list[TopK]:
-    """Find the top-k's on a GPU whose picks only tatten's ops read. Changes nothing."""
+    """Find the top-k's on a GPU whose indices only tatten's ops read."""
     candidates = [_top_k(node) for node in graph.nodes if op_name(node) == "topk"]
     return [x for x in candidates if x is not None]
 
@@ -62,13 +62,14 @@ def _top_k(node: Node) -> TopK | None:
     (indices,) = node.users
     if op_name(indices) not in ("getitem", "getattr") or indices.args[1] not in (1, "indices"):
         return None
-    return TopK(node, indices, scores, k, scores_of_all <= MOST_SCORES) if _is_a_set(indices) else None
+    return TopK(node, indices, scores, k, scores_of_all <= MOST_SCORES) if _only_read_as_picks(indices) else None
 
 
-def _is_a_set(indices: Node) -> bool:
+def _only_read_as_picks(indices: Node) -> bool:
     """Return True if all users of indices, through views and casts that keep the rows, read them as picks."""
     return bool(indices.users) and all(
-        _reads_picks(user, indices) or (_keeps_rows(user, indices) and _is_a_set(user)) for user in indices.users
+        _reads_picks(user, indices) or (_keeps_rows(user, indices) and _only_read_as_picks(user))
+        for user in indices.users
     )
 
 
@@ -95,7 +96,7 @@ def _keeps_rows(user: Node, indices: Node) -> bool:
 
 
 def apply_top_k(top_k: TopK) -> None:
-    """Put the op in the place of a top-k, or sort nothing in it. Casts of its indices to int32 are those of the op."""
+    """Replace a top-k by the op, or make it unsorted. The op's int32 indices also replace casts to int32."""
     if not top_k.few:
         top_k.node.args, top_k.node.kwargs = (top_k.scores, top_k.k), {"dim": -1, "sorted": False}
         return

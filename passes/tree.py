@@ -1,7 +1,7 @@
 """The tree pass: SDPA over DTensors whose sequence is sharded becomes local attention and a merge over ranks.
 
-`find_local` reads such a call as one of local parts, which the other passes match as plain tensors. The state of the
-op is then merged over the mesh dims that shard the sequence.
+`find_local` reads the call as a call on local parts, which the other passes match as plain tensors. The state of the op
+is then merged over the mesh dims that shard the sequence.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 def find_local(call: SdpaCall, masks: Masks) -> SdpaCall | Decline | None:
-    """Return a call on DTensors as one on local parts, whose states of ranks are merged.
+    """Return a call on DTensors as a call on local parts, whose states are merged over ranks.
 
     Returns:
-        The call; the reason why it is left to PyTorch; None for plain tensors, and for DTensors of other placements.
+        The call, the reason why it is left to PyTorch, or None for plain tensors and DTensors of other placements.
     """
     query, key, value, mask = (tensor_of(x) for x in (call.query, call.key, call.value, call.attn_mask))
     if query is None or key is None or value is None or (mask is None) != (call.attn_mask is None):
@@ -48,8 +48,9 @@ def find_local(call: SdpaCall, masks: Masks) -> SdpaCall | Decline | None:
 
     sharding = find_sharding(query, key, value, mask)
     if sharding is not None:
-        of_key, of_value = map(masks.drafts.local_part, (call.key, call.value))
-        return _check(call, sharding) or dataclasses.replace(_local(call, sharding, masks), key=of_key, value=of_value)
+        local_key, local_value = map(masks.drafts.local_part, (call.key, call.value))
+        local = dataclasses.replace(_local(call, sharding, masks), key=local_key, value=local_value)
+        return _check(call, sharding) or local
     keys, values = (find_segments(x, vanishing=call.vanishing) for x in (call.key, call.value))
     if len(keys) == 1 or len(keys) != len(values):
         return None
@@ -62,15 +63,15 @@ def find_local(call: SdpaCall, masks: Masks) -> SdpaCall | Decline | None:
     )
     local = dataclasses.replace(
         _local(call, segment_sharding, masks),
-        key=masks.drafts.result(_of_whole_length(key)),
-        value=masks.drafts.result(_of_whole_length(value)),
+        key=masks.drafts.result(_with_full_length(key)),
+        value=masks.drafts.result(_with_full_length(value)),
         shares=(shares_of_keys, shares_of_values),
     )
     return _check(call, segment_sharding) or local
 
 
-def _of_whole_length(tensor: Any) -> Tensor:
-    """The local part of keys or values, but for all columns of the mask."""
+def _with_full_length(tensor: Any) -> Tensor:
+    """Return an empty tensor like the local part of keys or values, but with the full length of the sequence."""
     local = tensor.to_local()
     full_length: Tensor = local.new_empty((*local.shape[:LENGTH], tensor.shape[LENGTH], *local.shape[LENGTH + 1 :]))
     return full_length
@@ -81,7 +82,10 @@ def _placed(segments: tuple[Stored, ...]) -> list[PlacedSegment]:
 
 
 def _check(call: SdpaCall, sharding: Sharding) -> Decline | None:
-    """Return the reason why attention that isn't SDPA can't be merged, or None: `find_sharding` checked the rest."""
+    """Return the reason why attention that isn't SDPA can't be merged, or None.
+
+    `find_sharding` has checked everything else.
+    """
     from tatten.ops.distributed.placement import belongs_to_heads
 
     result, sinks = tensor_of(call.result), tensor_of(call.sinks)
@@ -100,7 +104,7 @@ def _local(call: SdpaCall, sharding: Sharding, masks: Masks) -> SdpaCall:
     mask = None if call.attn_mask is None else local_mask(drafts, masks.first_view(call.attn_mask), sharding)
     sinks, mesh = call.sinks, sharding.mesh
     if sinks is not None and any(mesh.get_local_rank(dim) != 0 for dim in sharding.merge_dims):
-        sinks = None  # those of the first rank count, once
+        sinks = None  # sinks count once, on the first rank
     elif sinks is not None and not isinstance(tensor_of(sinks), FakeTensor):
         sinks = drafts.local_part(sinks)
     query = drafts.local_part(call.query)
@@ -110,8 +114,8 @@ def _local(call: SdpaCall, sharding: Sharding, masks: Masks) -> SdpaCall:
 def _share(stored: Stored, sharding: Sharding, call: SdpaCall, masks: Masks) -> Share:
     """Draft this rank's part of a segment.
 
-    A segment that is replicated over a mesh dim where others are sharded is divided among its ranks: each key counts
-    once.
+    A segment that is replicated over a mesh dim that shards other segments is divided among its ranks, so that each key
+    counts once.
     """
     tensor: Any = tensor_of(stored.base)
     mesh, ranks, rank, chunks = sharding.mesh, 1, 0, []
@@ -121,8 +125,8 @@ def _share(stored: Stored, sharding: Sharding, call: SdpaCall, masks: Masks) -> 
             ranks, rank = ranks * size, rank * size + index
         if tensor.placements[dim].is_shard():
             chunks.append((size, index))
-    drafts, draft = masks.drafts, Drafting(masks.drafts, call.shown)
-    local = dataclasses.replace(stored, base=drafts.local_part(stored.base)).as_attention_takes_it(draft)
+    drafts, draft = masks.drafts, Drafting(masks.drafts, call.source_node)
+    local = dataclasses.replace(stored, base=drafts.local_part(stored.base)).as_operand(draft)
     base = stripe(draft, local, LENGTH, ranks, rank)
     part = dataclasses.replace(stored, base=base, dims=(BATCH, HEADS, LENGTH, HEAD_DIM), overlaid=False)
     return Share(stored, part, tuple(chunks), (ranks, rank))
@@ -138,10 +142,10 @@ def merge_note(call: SdpaCall) -> str:
 
 
 def merged_output(call: SdpaCall, state: Node, out: Node | None = None) -> Node:
-    """Insert a merge over each mesh dim, the last (inner) one first, and return the output, placed as SDPA's was.
+    """Insert a merge over each mesh dim, the last (inner) one first, and return the output, placed as SDPA's output.
 
-    `out` stands for the state's own. Users that only take the local part of SDPA's DTensor get it directly; if all do,
-    no DTensor is made.
+    `out` replaces the output in the state. Users that only take the local part of SDPA's DTensor get it directly. If
+    all users do, no DTensor is made.
     """
     graph, invariant, sharding = state.graph, bool(state.kwargs.get("batch_invariant")), call.sharding
     assert sharding is not None
@@ -156,8 +160,8 @@ def merged_output(call: SdpaCall, state: Node, out: Node | None = None) -> Node:
             merge = torch.ops.tatten.tree_merge.default
             state = graph.call_function(merge, args, {"batch_invariant": True} if invariant else None)
             out = item(state, 0)
-        out.meta.update({**call.shown.meta, "example_value": like})
-        out = with_strides_of(Inserter(call.shown), out, like)
+        out.meta.update({**call.source_node.meta, "example_value": like})
+        out = with_strides_of(Inserter(call.source_node), out, like)
         dtensor = next(node for node, draft in call.replaced.items() if draft is call.result)
         for user in list(dtensor.users):
             if op_name(user) == "to_local" and user.args == (dtensor,) and not user.kwargs:

@@ -1,10 +1,10 @@
-"""The walk back from a tensor through ops that only copy, reorder, repeat and select, to the tensor that is stored.
+"""Walk back from a tensor through ops that only copy, reorder, repeat and select, to the stored tensor.
 
 Each dim of the tensor where a walk begins has a role: batch, heads, length or head_dim. On the way back a role may
-split into several dims, some of them stretched: `[G, 1, ...].expand(G, n, ...).reshape(G * n, ...)`. Each such step is
-justified by what the op does to shapes, never by how its arguments are written: stretches only grow dims of size 1,
-and reshapes only merge neighbours or move dims of size 1. What an index selects is left to `tatten.passes.rows`, and
-where a walk can end to `tatten.passes.stored`.
+split into several dims, some of them stretched: `[G, 1, ...].expand(G, n, ...).reshape(G * n, ...)`. The proof of each
+step uses the shapes before and after the op, never the spelling of its arguments: stretches only grow dims of size 1,
+and reshapes only merge neighbours or move dims of size 1. `tatten.passes.rows` reads the selections of an index, and
+`tatten.passes.stored` decides where a walk can end.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ Size = int | SymInt
 
 @dataclass(frozen=True)
 class Walk:
-    """A walk back, as far as it went.
+    """A walk back to `node`.
 
     Attributes:
-        here: the tensor that it has reached.
-        parts: the part of a role that each dim of `here` holds; None for a dim of size 1.
-        stretched: the parts that were stretched on the way, and how often.
-        path: the nodes from where the walk began to the one that reads `here`.
-        rows: what selected rows of the batch on the way, from that of `here` on; the batch's parts start anew there.
+        node: the tensor that the walk has reached.
+        parts: the part of a role that each dim of `node` counts; None for a dim of size 1.
+        stretched: the parts that were stretched on the way, and the size of each.
+        path: the nodes from where the walk began to the one that reads `node`.
+        rows: the selections of rows of the batch on the way, the nearest to `node` first. After a selection, the
+            batch's parts start again.
     """
 
-    here: Node
+    node: Node
     parts: tuple[Part | None, ...]
     stretched: tuple[tuple[Part, Size], ...] = ()
     path: tuple[Node, ...] = ()
@@ -56,16 +57,21 @@ class Walk:
 
     @property
     def undone(self) -> tuple[int, int, bool]:
-        """A rank of walks: more selections, then more stretched dims undone is better, then a tensor of rank 4."""
+        """A sort key: more selections undone are better, then more stretched dims, then a tensor of rank 4."""
         return len(self.rows), len(self.stretched), len(self.parts) == 4
 
     def step(self, source: Node, parts: Sequence[Part | None], *stretched: tuple[Part, Size]) -> Walk:
-        grown = tuple((part, size) for part, size in stretched if not known_equal(size, 1))
-        return Walk(source, tuple(parts), self.stretched + grown, (*self.path, *without_drafts([self.here])), self.rows)
+        """Return the walk after one more step, to `source`, whose dims have these parts."""
+        new_stretched = tuple((part, size) for part, size in stretched if not known_equal(size, 1))
+        path = (*self.path, *without_drafts([self.node]))
+        return Walk(source, tuple(parts), self.stretched + new_stretched, path, self.rows)
 
     def repeated_rows(self, dim: int) -> tuple[Repeat, ...] | None:
-        """How the rows along `dim` of `here` were repeated since; None if that isn't known, or other dims hold rows."""
-        part, tensor = self.parts[dim] or (BATCH,), known_tensor(self.here)
+        """Return how the rows along `dim` of `node` were repeated on the way.
+
+        Return None if that is unknown, or other dims count rows, too.
+        """
+        part, tensor = self.parts[dim] or (BATCH,), known_tensor(self.node)
         others = (size for d, size in enumerate(tensor.shape) if d != dim and _is_batch(self.parts[d]))
         if not _is_batch(part) or not all(known_equal(size, 1) for size in others):
             return None
@@ -78,17 +84,18 @@ class Walk:
         return () if minor == major == 1 else (Repeat(minor, major),)
 
 
-def begin(node: Node) -> Walk:
+def begin_walk(node: Node) -> Walk:
+    """Begin a walk at keys or values, `[batch, heads, length, head_dim]`."""
     return Walk(node, tuple((role,) for role in ROLES))
 
 
 def step_back(walk: Walk) -> Walk | None:
-    """Go one op further back; None where `here` is not its source copied, reordered, repeated or selected."""
-    source, name = source_of(walk.here), op_name(walk.here)
-    is_attribute = walk.here.target is getattr or name == "mT"  # `x.mT`, which PyTorch 2.15 calls as an op
-    if source is None or not (name in WALKED or is_attribute) or writes(walk.here):
+    """Go back one op, or return None if `node` doesn't only copy, reorder, repeat or select its source."""
+    source, name = source_of(walk.node), op_name(walk.node)
+    is_attribute = walk.node.target is getattr or name == "mT"  # `x.mT` is an op in PyTorch 2.15
+    if source is None or not (name in WALKED or is_attribute) or writes(walk.node):
         return None
-    before, after = known_tensor(source), known_tensor(walk.here)
+    before, after = known_tensor(source), known_tensor(walk.node)
     if type(before) is not type(after) or before.dtype != after.dtype or before.device != after.device:
         return None
     if name in CASTS | COPIES:
@@ -100,12 +107,12 @@ def step_back(walk: Walk) -> Walk | None:
     if name == "stack" or name in CATS:
         return _copies_of_one(walk, source, before, after)
     if name in SELECTS:
-        selection = selection_of(walk.here, before)
+        selection = selection_of(walk.node, before)
         if selection is not None:
-            return _select(walk, (walk.here,), source, before.shape, after.shape, selection)
+            return _select(walk, (walk.node,), source, before.shape, after.shape, selection)
     if name == "repeat_interleave":
         return _interleave(walk, source, before.shape, after.shape)
-    if name in SELECTS and not (name == "getitem" and only_adds_dims(walk.here.args[1])):
+    if name in SELECTS and not (name == "getitem" and only_adds_dims(walk.node.args[1])):
         return None
     return undo_reshape(walk, source, before.shape, after.shape) or _flattened(walk, source)
 
@@ -115,7 +122,7 @@ def _is_batch(part: Part | None) -> bool:
 
 
 def source_of(node: Node) -> Node | None:
-    """The tensor that a view-like node reads: its first argument, or the first item of that."""
+    """Return the tensor that a view-like node reads: its first argument, or the first item of a list, or None."""
     if node.target is F.embedding:
         weight = argument(node, 1, "weight")
         return weight if isinstance(weight, Node) else None
@@ -126,7 +133,7 @@ def source_of(node: Node) -> Node | None:
 
 
 def order_of(node: Node, rank: int) -> list[int] | None:
-    """The dims that `permute`, `transpose` and the like take, in their new order; None if a node isn't such a call."""
+    """Return the source's dims in their new order for `permute`, `transpose` and the like, or None for other nodes."""
     dims: Sequence[Any] = node.args[1:]
     if node.target is getattr or op_name(node) == "mT":
         dims = (-2, -1) if dims in ((), ("mT",)) else ()
@@ -146,7 +153,7 @@ def order_of(node: Node, rank: int) -> list[int] | None:
 
 def _reorder(walk: Walk, source: Node) -> Walk | None:
     rank = len(walk.parts)
-    order = order_of(walk.here, rank)
+    order = order_of(walk.node, rank)
     if order is None:
         return None
     parts: list[Part | None] = [None] * rank
@@ -157,13 +164,13 @@ def _reorder(walk: Walk, source: Node) -> Walk | None:
 
 def _stretch(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size]) -> Walk | None:
     """Undo `expand` and the like: dims of size 1 grow, larger ones are tiled, and new ones may be added in front."""
-    new = len(after) - len(before)
-    if new < 0:
+    n_new = len(after) - len(before)
+    if n_new < 0:
         return None
     stretched = []
     parts: list[Part | None] = []
     for dim, (part, size) in enumerate(zip(walk.parts, after, strict=True)):
-        old = before[dim - new] if dim >= new else 1
+        old = before[dim - n_new] if dim >= n_new else 1
         if not known_equal(old, size):
             if part is None:
                 return None
@@ -173,19 +180,19 @@ def _stretch(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[S
             else:
                 tile, part = _tile(part, old, size)
                 stretched.append(tile)
-        if dim >= new:
+        if dim >= n_new:
             parts.append(part)
     return walk.step(source, parts, *stretched)
 
 
 def _tile(part: Part, before: Size, after: Size) -> tuple[tuple[Part, Size], Part]:
-    """The part that tiles a dim of size `before`, and that of the dim itself."""
+    """Return the part that tiles a dim of size `before`, with its size, and the part of the dim itself."""
     return ((*part, 0), after // before), (*part, 1)
 
 
 def _interleave(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size]) -> Walk | None:
     """Undo `repeat_interleave` with one count: each index of a dim becomes a block."""
-    repeats, dim = argument(walk.here, 1, "repeats"), argument(walk.here, 2, "dim")
+    repeats, dim = argument(walk.node, 1, "repeats"), argument(walk.node, 2, "dim")
     if isinstance(repeats, Node):
         repeats = value_of(repeats)
     if not isinstance(repeats, int | SymInt) or not isinstance(dim, int):
@@ -201,13 +208,13 @@ def _interleave(walk: Walk, source: Node, before: Sequence[Size], after: Sequenc
 
 def _copies_of_one(walk: Walk, source: Node, before: Tensor, after: Tensor) -> Walk | None:
     """Undo `stack([x] * n)` or `cat([x] * n)`."""
-    tensors = argument(walk.here, 0, "tensors")
-    dim = argument(walk.here, 1, "dim", walk.here.kwargs.get("axis", 0))
+    tensors = argument(walk.node, 0, "tensors")
+    dim = argument(walk.node, 1, "dim", walk.node.kwargs.get("axis", 0))
     if not all(x is source for x in tensors) or not isinstance(dim, int):
         return None
     dim %= after.dim()
     part, parts = walk.parts[dim], list(walk.parts)
-    if op_name(walk.here) == "stack":
+    if op_name(walk.node) == "stack":
         del parts[dim]
     elif known_equal(before.shape[dim], 1):
         parts[dim] = None
@@ -225,7 +232,7 @@ def _select(
     after: Sequence[Size],
     selection: tuple[int, Select | Counts],
 ) -> Walk | None:
-    """Undo a selection of rows of the batch; in any dim, one of a single row, which any valid index selects."""
+    """Undo a selection of rows of the batch, or in any dim a selection from a single row."""
     dim, step = selection
     if not known_shape((*before[:dim], *before[dim + 1 :]), (*after[:dim], *after[dim + 1 :])):
         return None
@@ -249,15 +256,15 @@ def _select(
 def _flattened(walk: Walk, selected: Node) -> Walk | None:
     """Undo a selection of flattened rows, `F.embedding(index, x.flatten(1)).view(-1, *x.shape[1:])`, in one step."""
     source = source_of(selected) if op_name(selected) in SELECTS and not writes(selected) else None
-    after, chosen, flat = tensor_of(walk.here), tensor_of(selected), tensor_of(source)
-    if source is None or after is None or chosen is None or flat is None or chosen.dim() != flat.dim():
+    after, rows, flat = tensor_of(walk.node), tensor_of(selected), tensor_of(source)
+    if source is None or after is None or rows is None or flat is None or rows.dim() != flat.dim():
         return None
     selection = selection_of(selected, flat)
-    if selection is None or selection[0] != 0 or not known_equal(after.shape[0], chosen.shape[0]):
+    if selection is None or selection[0] != 0 or not known_equal(after.shape[0], rows.shape[0]):
         return None
-    if not known_shape(chosen.shape[1:], flat.shape[1:]):
+    if not known_shape(rows.shape[1:], flat.shape[1:]):
         return None
-    path = [walk.here, selected]
+    path = [walk.node, selected]
     shape = flat.shape[0], *after.shape[1:]
     while not known_shape(flat.shape, shape):
         reshaped = source_of(source) if op_name(source) in RESHAPES and not writes(source) else None
@@ -292,8 +299,8 @@ def undo_reshape(walk: Walk, source: Node, before: Sequence[Size], after: Sequen
     return walk.step(source, parts)
 
 
-def way_back(walk: Walk | None) -> Iterator[Walk]:
-    """This walk and all that go further back, in order."""
+def walks_back(walk: Walk | None) -> Iterator[Walk]:
+    """Yield this walk and all walks that go further back, in order."""
     while walk is not None:
         yield walk
         walk = step_back(walk)

@@ -1,4 +1,4 @@
-"""The weights of attention that is written out, read forwards: from a softmax to the product with values."""
+"""Read the weights of attention that is written out, forwards from a softmax to the product with values."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Weights:
     """Weights of attention that is written out.
 
     Attributes:
-        product: that of weights and values.
+        product: the product of weights and values.
         path: the nodes from the softmax to the one before the product.
-        dropped: the column of the softmax that is left out on the way, 0 or -1; None if there is none.
-        active_dropout: the dropout on the way that may change weights; None if there is none.
+        dropped: the column of the softmax that is dropped on the way, 0 or -1; None if none is.
+        active_dropout: the dropout on the way that may change weights; None without one.
     """
 
     product: Product
@@ -34,7 +34,7 @@ class Weights:
 
 
 def find_weights(softmax: Node) -> Weights | None:
-    """Find the product with values that a softmax leads to by ops that keep its weights as they are; None without."""
+    """Find the product with values that a softmax leads to through ops that keep its weights, or return None."""
     return _follow(softmax, (), None, None)
 
 
@@ -59,7 +59,7 @@ def _follow(node: Node, path: tuple[Node, ...], dropped: int | None, dropout: No
 
 
 def _drops_column(user: Node, node: Node) -> int | None:
-    """The column that `x[..., :-1]` or `x[..., 1:]` leaves out: -1 or 0; None for anything else."""
+    """Return the column that `x[..., :-1]` or `x[..., 1:]` drops, -1 or 0, or None for another node."""
     before, after = tensor_of(node), tensor_of(user)
     if before is None or after is None or before.dim() != after.dim():
         return None

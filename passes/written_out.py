@@ -1,7 +1,7 @@
-"""Attention that is written out as two products around a softmax: what it computes, as SDPA would be called for it.
+"""Find attention that is written out as two products around a softmax.
 
-Found are a softmax over keys, the product of queries and keys that it is made of (`tatten.passes.scores`), and the
-product with values that it leads to (`tatten.passes.weights`). `tatten.passes.written_out_call` makes a call of these.
+`tatten.passes.scores` reads the softmax over keys back to the product of queries and keys, and `tatten.passes.weights`
+follows it to the product with values. `tatten.passes.written_out_call` turns the result into a call of SDPA.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class WrittenOut:
 
     Attributes:
         softmax: the node of the softmax.
-        scores, weights: what is above and below it.
+        scores, weights: the nodes above and below the softmax.
         query, key, value: `[batch, heads, length, head_dim]`.
-        heads: the batch and heads that the first dim of tensors of rank 3 merges, or the batch, the kv heads and the
-            queries of each that are dims of their own; None where all have rank 4.
+        heads: the batch and heads that the first dim merges in tensors of rank 3; or the batch, the kv heads and the
+            query heads of each, as three dims; None if all tensors have rank 4.
         log_sums: the nodes of `logsumexp` of the same scores.
         reads: all tensors that are read.
-        path: the nodes that have no users once the result is computed in another way.
+        path: the nodes that have no users once an op computes the result.
     """
 
     softmax: Node
@@ -56,23 +56,23 @@ class WrittenOut:
     path: tuple[Node, ...]
 
     @property
-    def own_dims(self) -> Heads | None:
-        """`heads` where kv heads and the queries of each are dims of their own."""
+    def grouped_heads(self) -> Heads | None:
+        """`heads` if kv heads and the query heads of each are separate dims, else None."""
         return self.heads if self.heads is not None and len(self.heads) == 3 else None
 
     @property
     def place(self) -> Node:
-        """The first node that uses what attention computes, or the product with values."""
+        """The first node that uses a result of attention, or the product with values."""
         return min([self.weights.product.node, *(user for node in self.log_sums for user in node.users)])
 
     def sinks(self) -> Factor | Decline | None:
-        """The sinks, one for each head of the query; None without any."""
+        """Return the sinks, one for each query head, the reason why they can't be read, or None without sinks."""
         column = self.scores.sinks
         return None if column is None else sinks_of(column, self.query.node, _heads_of(self.query), self.place)
 
     @property
     def form(self) -> str:
-        """A line for the report."""
+        """A description of the form for the report."""
         steps = {"add": "bias", "where": "mask", "where_not": "mask", "at_least": "lower bound"}
         parts = [steps[x.kind] for x in self.scores.steps if x.kind in steps]
         parts += [] if self.scores.softcap is None else [f"soft cap {self.scores.softcap:g}"]
@@ -82,10 +82,13 @@ class WrittenOut:
 
 
 def find_written_out(graph: Graph) -> list[tuple[Node, Node, Node]]:
-    """Find attention that is written out: the product with values, the softmax and the place of each, by the first.
+    """Find attention that is written out.
 
-    Softmaxes that lead to no product with values, or are not made of a product, are left out: they are no attention, or
-    of a form that `tatten.passes.other_attention` reports.
+    A softmax that isn't made from a product, or doesn't lead to a product with values, is left out. It isn't attention,
+    or has a form that `tatten.passes.other_attention` reports.
+
+    Returns:
+        The product with values, the softmax and the place of each, in the order of the products.
     """
     matches = []
     for node in graph.nodes:
@@ -99,10 +102,10 @@ def find_written_out(graph: Graph) -> list[tuple[Node, Node, Node]]:
 
 
 def read_written_out(softmax: Node) -> WrittenOut | Decline | None:
-    """Read the attention around a softmax. Changes nothing.
+    """Read the attention around a softmax.
 
     Returns:
-        What it computes, why that can't be said, or None where it is no attention.
+        The attention, the reason why it can't be read, or None if it isn't attention.
     """
     tensor, weights = tensor_of(softmax), find_weights(softmax)
     if tensor is None or weights is None or not is_last_dim(argument(softmax, 1, "dim"), tensor.dim()):
@@ -125,9 +128,9 @@ def read_written_out(softmax: Node) -> WrittenOut | Decline | None:
 
 
 def _laid_out(softmax: Node, scores: Scores, weights: Weights) -> WrittenOut | Decline:
-    """Bring queries, keys and values to rank 4."""
+    """Return the attention with queries, keys and values of rank 4, or the reason why they can't have it."""
     chain = (*weights.path, *scores.path)
-    heads = _own_dims(scores, chain)
+    heads = _grouped_heads(scores, chain)
     if heads is None and any(rank_of(node) == 5 for node in chain):
         return Decline(Reason.RANK, "heads have two dims in some of the scores and weights, but not in all")
     heads = heads or _heads(scores.product, weights.product.right, chain)
@@ -141,10 +144,8 @@ def _laid_out(softmax: Node, scores: Scores, weights: Weights) -> WrittenOut | D
         return Decline(Reason.PLACEMENT, "written out over DTensors")
     if heads is not None and any(constant(x) is None for x in heads[1:]):
         return Decline(Reason.RANK, f"{' x '.join(map(str, heads[1:]))} heads are no constant")
-    if heads is not None and len(heads) == 3:
-        each = scores.product.left.node
-        if not known_equal(_heads_of(query), heads[1] * heads[2]):
-            return Decline(Reason.RANK, f"`{each}` has fewer heads than its scores")
+    if heads is not None and len(heads) == 3 and not known_equal(_heads_of(query), heads[1] * heads[2]):
+        return Decline(Reason.RANK, f"`{scores.product.left.node}` has fewer heads than its scores")
     operands = scores.product.left, scores.product.right, weights.product.right
     merged = [x.node for x, before in zip(factors, operands, strict=True) if rank_of(before.node) == 3]
     if heads is not None and not all(_fits(node, heads) for node in (*chain, *merged)):
@@ -157,7 +158,7 @@ def _laid_out(softmax: Node, scores: Scores, weights: Weights) -> WrittenOut | D
 
 
 def _factors(scores: Scores, weights: Weights, heads: Heads | None, *, narrow: bool) -> tuple[Factor, ...] | None:
-    """Query, key and value of rank 4, or None; if `narrow`, before casts to a wider dtype."""
+    """Return query, key and value of rank 4, if `narrow` before casts to a wider dtype, or None."""
     query, key = (with_heads(x, heads, narrow=narrow) for x in (scores.product.left, scores.product.right))
     value = with_heads(weights.product.right, heads, narrow=narrow)
     return None if query is None or key is None or value is None else (query, _swapped(key), value)
@@ -168,32 +169,36 @@ def _tensors(factors: Iterable[Factor]) -> list[Tensor]:
 
 
 def _swapped(factor: Factor) -> Factor:
-    """The factor with its last two dims swapped."""
+    """Return the factor with its last two dims swapped."""
     if factor.views and factor.views[-1] == ("transpose", -2, -1):
         return dataclasses.replace(factor, views=factor.views[:-1])
     return dataclasses.replace(factor, views=(*factor.views, ("transpose", -2, -1)))
 
 
 def _heads(product: Product, value: Factor, chain: tuple[Node, ...]) -> Heads | None:
-    """The batch and heads behind the first dim of tensors of rank 3: as somebody splits it, or one head."""
+    """Return the batch and heads that the first dim merges in tensors of rank 3, or None if all have rank 4.
+
+    Any tensor of rank 4 on the way shows them. Without one, there is one head.
+    """
     scores, query = tensor_of(product.node), tensor_of(product.left.node)
     if scores is None or query is None or all(rank_of(node) != 3 for node in chain):
         return None
     if query.dim() == 4:
         return scores.shape[0], scores.shape[1]
     merged: Heads = query.shape[0], 1
-    behind = [with_heads(x, merged, narrow=True) for x in (product.left, product.right, value)]
-    for node in (*(x.node for x in behind if x is not None), *chain):
+    sources = [with_heads(x, merged, narrow=True) for x in (product.left, product.right, value)]
+    for node in (*(x.node for x in sources if x is not None), *chain):
         tensor = tensor_of(node)
         if tensor is not None and tensor.dim() == 4 and known_equal(tensor.shape[0] * tensor.shape[1], merged[0]):
             return tensor.shape[0], tensor.shape[1]
     return merged
 
 
-def _own_dims(scores: Scores, chain: tuple[Node, ...]) -> Heads | None:
-    """The batch, the kv heads and the queries of each, where these are dims of their own in all scores and weights.
+def _grouped_heads(scores: Scores, chain: tuple[Node, ...]) -> Heads | None:
+    """Return the batch, the kv heads and the query heads of each if these are separate dims, else None.
 
-    There may be no batch then: sinks that differ along both dims before the queries tell.
+    They must be separate in all scores and weights. Without a dim for the batch, sinks that differ along both dims
+    before the queries show that these count heads.
     """
     shapes = [tensor.shape for x in chain if (tensor := tensor_of(x)) is not None]
     if all(len(shape) == 5 for shape in shapes):
@@ -204,7 +209,7 @@ def _own_dims(scores: Scores, chain: tuple[Node, ...]) -> Heads | None:
 
 
 def _differs_along_both(scores: Scores) -> bool:
-    """Return True if sinks alone, of all that joins scores, have their own numbers for each index of the first dim."""
+    """Return True if sinks differ along the first dim of scores, and no other tensor that joins scores does."""
     if scores.sinks is None or find_vector(scores.sinks) is not None:
         return False
     others = [tensor for x in scores.steps if x.node is not None and (tensor := tensor_of(x.node)) is not None]
@@ -212,7 +217,7 @@ def _differs_along_both(scores: Scores) -> bool:
 
 
 def _heads_of(query: Factor) -> Size:
-    """The number of heads of a factor with views."""
+    """Return the number of heads of a factor with views."""
     tensor = viewed(query)
     assert tensor is not None
     return tensor.shape[1]
@@ -220,13 +225,13 @@ def _heads_of(query: Factor) -> Size:
 
 def _fits(node: Node, heads: Heads) -> bool:
     if len(heads) == 3:
-        return True  # as their factors are
+        return True  # their factors were checked
     tensor = tensor_of(node)
     return tensor is None or tensor.dim() != 4 or known_shape(tensor.shape[:2], heads)
 
 
 def _check_users(attention: WrittenOut) -> WrittenOut | Decline:
-    """Check that nothing else uses what will not be computed, and that nothing is written before it would be read."""
+    """Return the attention, or the reason if other nodes use its scores or a tensor is written too early."""
     chain = {*attention.path}
     log_sums, unread = set[Node](), set[Node]()
     for node in sorted({*attention.scores.path, *attention.weights.path}):
@@ -254,7 +259,7 @@ def _check_users(attention: WrittenOut) -> WrittenOut | Decline:
 
 
 def _writer(attention: WrittenOut) -> Node | None:
-    """The first node that may write to what the products, or the steps between, have read before it."""
+    """Return the first node that may write to a tensor after the program reads it and before the op does, or None."""
     product, chain = attention.weights.product.node, {*attention.path}
     since = [(x, min(user for user in x.users if user in chain)) for x in attention.reads]
     since += [
@@ -274,13 +279,13 @@ def _writer(attention: WrittenOut) -> Node | None:
 def _sums(user: Node, node: Node, attention: WrittenOut) -> bool:
     """Return True if `user` is the logsumexp of the softmax's input, which is the lse of attention."""
     tensor = tensor_of(node)
-    if op_name(user) != "logsumexp" or tensor is None or attention.scores.sinks is not None or attention.own_dims:
+    if op_name(user) != "logsumexp" or tensor is None or attention.scores.sinks is not None or attention.grouped_heads:
         return False
-    as_softmax_gets_it = set()
+    softmax_inputs = set()  # nodes with the values of softmax's input
     for x in attention.scores.path:
         if subtracts_maximum(x) is not None:
             break
-        as_softmax_gets_it.add(x)
+        softmax_inputs.add(x)
         if op_name(x) not in CASTS | COPIES | RESHAPES:
             break
-    return node in as_softmax_gets_it and is_last_dim(argument(user, 1, "dim"), tensor.dim())
+    return node in softmax_inputs and is_last_dim(argument(user, 1, "dim"), tensor.dim())

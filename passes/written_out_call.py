@@ -1,4 +1,4 @@
-"""Attention that is written out, as the call of SDPA that it could have been: its operands and results are drafts."""
+"""Turn attention that is written out into an equivalent call of SDPA, whose operands and results are drafts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tatten.passes.written_out import WrittenOut
 
 
 def written_out_call(attention: WrittenOut, sinks: Factor | None, masks: Masks, *, fused: bool) -> SdpaCall:
-    """Return attention written out as a call; `fused` tells whether its compiler would fuse it."""
+    """Return attention that is written out as a call. `fused` tells whether the graph's compiler would fuse it."""
     product, draft = attention.weights.product, Drafting(masks.drafts, attention.place)
     query, key, value = (draft.views(x.node, x.views) for x in (attention.query, attention.key, attention.value))
     for number, divides in attention.scores.factors:
@@ -35,14 +35,14 @@ def written_out_call(attention: WrittenOut, sinks: Factor | None, masks: Masks, 
         value,
         attn_mask=mask,
         scale=attention.scores.scale,
-        enable_gqa=attention.own_dims is not None,
+        enable_gqa=attention.grouped_heads is not None,
         softcap=attention.scores.softcap,
         sinks=None if sinks is None else draft.views(sinks.node, sinks.views),
         form=attention.form,
         log_sums=attention.log_sums,
         path=attention.path,
         fused=fused,
-        grouped=attention.own_dims is not None,
+        grouped=attention.grouped_heads is not None,
         origin=product.node,
         draft_result=result,
         outputs=outputs,
@@ -52,8 +52,8 @@ def written_out_call(attention: WrittenOut, sinks: Factor | None, masks: Masks, 
 def _like_product(attention: WrittenOut, draft: Drafting, result: Node) -> Node:
     """Draft the result in the shape of the product with values."""
     product, out = attention.weights.product, result
-    if attention.own_dims is not None:
-        out = draft("unflatten", out, 1, attention.own_dims[1:])
+    if attention.grouped_heads is not None:
+        out = draft("unflatten", out, 1, attention.grouped_heads[1:])
         out = out if rank_of(product.node) == 5 else draft("squeeze", out, 0)
     elif rank_of(product.node) == 3:
         out = draft("flatten", out, 0, 1)
@@ -70,13 +70,13 @@ def _without_keys(draft: Drafting, lse: Node, empty: Node, query: Node) -> Node:
 
 
 def _result(attention: WrittenOut) -> Tensor:
-    """The fake tensor of the result as `[batch, heads, q_len, head_dim]`."""
+    """Return the fake tensor of the result as `[batch, heads, q_len, head_dim]`."""
     product = attention.weights.product
     tensor = known_tensor(product.node)
     if product.back is not None:
         order = product.back[1:]
         tensor = tensor.permute([order.index(d) for d in range(len(order))])
-    if attention.own_dims is not None:
+    if attention.grouped_heads is not None:
         return (tensor if tensor.dim() == 5 else tensor.unsqueeze(0)).flatten(1, 2)
     return tensor.unflatten(0, _heads(attention)) if tensor.dim() == 3 else tensor
 
@@ -89,14 +89,14 @@ def _heads(attention: WrittenOut) -> tuple[int, int]:
 
 
 def _mask(attention: WrittenOut, masks: Masks, draft: Drafting) -> tuple[Node | None, Node | None]:
-    """Draft the bias that the steps make of a score of 0, and which rows of it have no keys."""
+    """Draft the bias, which is the result of the steps for a score of 0, and a mask of its rows without keys."""
     steps = attention.scores.steps
     if all(x.node is None for x in steps):
         return None, None
     bias = _bias(draft, attention, masks)
     if attention.scores.sinks is not None or steps[-1].kind == "at_least":
         return bias, None
-    # A softmax of nothing but -inf is NaN, while attention to no keys is 0.
+    # A softmax of a row of -inf is NaN, while attention to no keys is 0.
     empty = draft("all", draft("eq", bias, -math.inf), -1, True)
     return draft("masked_fill", bias, empty, math.nan), empty
 
@@ -117,7 +117,7 @@ def _bias(draft: Drafting, attention: WrittenOut, masks: Masks) -> Node:
 
 
 def _with(draft: Drafting, step: Step, bias: Node | None, node: Node) -> Node:
-    """Draft a step with a tensor, `node`; it gives what scores are rounded to, as in a sum that is taken in place."""
+    """Draft a step with a tensor, `node`. The result has the dtype of scores, as in a sum in place."""
     if step.kind == "add":
         node = node if step.number == 1 else draft("mul", draft.cast(node, step.dtype), step.number)
         return draft.cast(node if bias is None else draft(torch.add, draft.cast(bias, step.dtype), node), step.dtype)
@@ -127,12 +127,12 @@ def _with(draft: Drafting, step: Step, bias: Node | None, node: Node) -> Node:
 
 
 def _like_scores(node: Node, attention: WrittenOut) -> Factor:
-    """A tensor that broadcasts to scores, where they are `[batch, heads, q_len, kv_len]`."""
+    """Return a tensor with views that broadcast to scores `[batch, heads, q_len, kv_len]`."""
     tensor = tensor_of(node)
     if tensor is not None and tensor.dim() == 0:
         return Factor(node, (("unsqueeze", 0),))
-    if attention.own_dims is not None and tensor is not None:
-        return Factor(node, _joined(tensor, attention.own_dims))
+    if attention.grouped_heads is not None and tensor is not None:
+        return Factor(node, _joined(tensor, attention.grouped_heads))
     if attention.heads is None or tensor is None or tensor.dim() != 3 or known_equal(tensor.shape[0], 1):
         return Factor(node)
     if known_equal(tensor.shape[0], attention.heads[0] * attention.heads[1]):
@@ -141,11 +141,11 @@ def _like_scores(node: Node, attention: WrittenOut) -> Factor:
 
 
 def _joined(tensor: Tensor, heads: Heads) -> tuple[View, ...]:
-    """Views that make one dim of the two that heads have in what broadcasts to scores."""
+    """Return views that merge the two dims of heads of a tensor that broadcasts to scores."""
     if tensor.dim() < 3:
         return ()
-    fill = (("unsqueeze", 0),) * (5 - tensor.dim())
-    kv_heads, each = (1, 1, *tensor.shape)[-4:-2]
-    if known_equal(kv_heads, 1) != known_equal(each, 1):
-        return (*fill, ("expand", -1, *heads[1:], -1, -1), ("flatten", 1, 2))
-    return (*fill, ("flatten", 1, 2))
+    new_dims = (("unsqueeze", 0),) * (5 - tensor.dim())
+    kv_heads, group_size = (1, 1, *tensor.shape)[-4:-2]
+    if known_equal(kv_heads, 1) != known_equal(group_size, 1):
+        return (*new_dims, ("expand", -1, *heads[1:], -1, -1), ("flatten", 1, 2))
+    return (*new_dims, ("flatten", 1, 2))
