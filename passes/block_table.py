@@ -14,12 +14,11 @@ from torch.fx import Node
 from tatten.passes.calls import op_name
 from tatten.passes.drafts import Drafting
 from tatten.passes.mutation import writes
-from tatten.passes.op_names import CASTS
+from tatten.passes.op_names import CASTS, MULTIPLIES
 from tatten.passes.rows import INTEGER_CASTS, INTEGERS, computed_from, numbers_key, viewed_by
 from tatten.passes.symbolic import FakeTensor, constant, known_equal, known_shape, known_tensor, tensor_of, value_of
 from tatten.passes.views import Size
 
-PRODUCTS = {"mul", "multiply"}
 FLAT = {"flatten", "reshape", "view"}
 
 
@@ -149,8 +148,8 @@ def _times(node: object, page: int) -> tuple[Node, tuple[Node, ...]] | None:
     if not isinstance(node, Node):
         return None
     inner, views = node, [node]
-    if page != 1 or op_name(node) in PRODUCTS:
-        if op_name(node) not in PRODUCTS or writes(node) or node.kwargs or len(node.args) != 2:
+    if page != 1 or op_name(node) in MULTIPLIES:
+        if op_name(node) not in MULTIPLIES or writes(node) or node.kwargs or len(node.args) != 2:
             return None
         a, b = node.args
         factor, number = (a, b) if isinstance(a, Node) and _integer(b) is not None else (b, a)

@@ -91,6 +91,18 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
+def where_arguments(node: Node) -> tuple[Any, Any, Any]:
+    """Return condition, input and other of a `where`, called as a function or as a method of the input."""
+    names = ("input", "condition", "other") if node.op == "call_method" else ("condition", "input", "other")
+    arguments = {name: argument(node, i, name) for i, name in enumerate(names)}
+    return arguments["condition"], arguments["input"], arguments["other"]
+
+
+def cat_arguments(node: Node) -> tuple[Any, Any]:
+    """Return the tensors and the dim of a `cat` or `stack`. The dim may also be named `axis`."""
+    return argument(node, 0, "tensors"), argument(node, 1, "dim", node.kwargs.get("axis", 0))
+
+
 def reached(start: Node, onward: Callable[[Node], Iterable[Node]]) -> set[Node]:
     """Return `start` and all nodes that `onward` leads to, from each node to the next ones."""
     visited, frontier = {start}, [start]

@@ -21,7 +21,7 @@ from tatten.ops.validation import FLOAT_DTYPES, NARROW_DTYPES
 from tatten.passes.calls import op_name
 from tatten.passes.drafts import Drafting, dtensor_behind
 from tatten.passes.mutation import writes, written_between
-from tatten.passes.op_names import CASTS, REORDERS, RESHAPES
+from tatten.passes.op_names import CASTS, MULTIPLIES, REORDERS, RESHAPES
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored, stored_at, walk_on
@@ -38,7 +38,6 @@ from tatten.passes.symbolic import (
 )
 from tatten.passes.views import Size, source_of, walks_back
 
-PRODUCTS = {"mul", "multiply"}
 OTHER_ARITHMETIC = {"add", "sub", "subtract", "rsub", "div", "divide", "truediv", "true_divide", "mul_"}
 MAX_DEPTH = 8  # ops between keys in 8 bits and attention; unbounded, a search through sums of sums would take long
 
@@ -194,10 +193,10 @@ def dequantised_at(node: Node, depth: int = 0) -> Dequantised | None:
     if tensor.element_size() == 1:
         return None if tensor.dtype == torch.bool else Dequantised(node)
     name = op_name(node)
-    if not (name in CASTS | PRODUCTS | OTHER_ARITHMETIC | RESHAPES | REORDERS and tensor.dtype in FLOAT_DTYPES):
+    if not (name in CASTS | MULTIPLIES | OTHER_ARITHMETIC | RESHAPES | REORDERS and tensor.dtype in FLOAT_DTYPES):
         return None
     operands: list[Any] = [source_of(node)]
-    if name in PRODUCTS | OTHER_ARITHMETIC:
+    if name in MULTIPLIES | OTHER_ARITHMETIC:
         operands = [*node.args, *(x for x in node.kwargs.values() if isinstance(x, Node))][:2]
     for i, operand in enumerate(operands):
         before = tensor_of(operand)
@@ -208,7 +207,7 @@ def dequantised_at(node: Node, depth: int = 0) -> Dequantised | None:
         dequantised = dequantised_at(operand, depth + 1)
         if dequantised is not None:
             scales, obstacle = dequantised.scales, dequantised.obstacle
-            if name in PRODUCTS:
+            if name in MULTIPLIES:
                 scales = (*scales, *(x for j, x in enumerate(operands) if j != i))
             elif name not in CASTS:
                 obstacle = obstacle or f"changed by `{node}` ({name})"

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from tatten.ops.picks import counted_from, key_indices, with_first
-from tatten.passes.calls import argument, op_name
+from tatten.passes.calls import argument, op_name, where_arguments
 from tatten.passes.drafts import is_draft, number_at
 from tatten.passes.mutation import written_between
 from tatten.passes.op_names import CASTS, COPIES, RESHAPES
@@ -142,8 +142,7 @@ def _before_fill(node: Node, is_outside: Outside, place: Node) -> Node | None:
     if op_name(node) == "masked_fill":
         pair = [argument(node, 0, "input"), argument(node, 2, "value")]
     elif op_name(node) == "where":
-        first = 0 if node.op == "call_method" else 1
-        pair = [argument(node, first, "input"), argument(node, 2, "other")]
+        pair = [*where_arguments(node)[1:]]
     else:
         return None
     for source, fill in (pair, pair[::-1]):

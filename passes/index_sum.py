@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from tatten.passes.calls import argument, op_name
+from tatten.passes.calls import argument, op_name, where_arguments
 from tatten.passes.index_operands import OF_BATCH, OF_HEADS, OF_LENGTH, OF_QUERIES, SCORES, mask_operand
 from tatten.passes.index_steps import ScaleSteps, next_step, only_reader
 from tatten.passes.literals import number_of
@@ -184,10 +184,9 @@ def _mask_of(node: Node, scores: Node, sizes: dict[Part, Size]) -> tuple[Factor,
     if name.removesuffix("_") == "masked_fill" and argument(node, 0, "input") is scores:
         mask, value, true_keeps = argument(node, 1, "mask"), argument(node, 2, "value"), False
     elif name == "where":
-        names = ("input", "condition", "other") if node.op == "call_method" else ("condition", "input", "other")
-        arguments = {x: argument(node, i, x) for i, x in enumerate(names)}
-        mask, true_keeps = arguments["condition"], arguments["input"] is scores
-        value = arguments["other"] if true_keeps else arguments["input"]
+        mask, a, b = where_arguments(node)
+        true_keeps = a is scores
+        value = b if true_keeps else a
     elif name in ("add", "iadd", "add_") and node.kwargs.get("alpha", 1) == 1:
         a, b = argument(node, 0, "input"), argument(node, 1, "other")
         return _bias(b if a is scores else a, before.dtype, sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from tatten.ops.picks import counted_from, key_indices, with_first
-from tatten.passes.calls import argument, op_name
+from tatten.passes.calls import argument, cat_arguments, op_name
 from tatten.passes.marked import Marked, Reading
 from tatten.passes.symbolic import constant, known_equal, known_shape, known_tensor, rank_of, same_storage, tensor_of
 
@@ -63,7 +63,7 @@ def _of_columns(reading: Reading, marked: Marked, source: Node, first: int, step
 
 def read_beside(reading: Reading, node: Node) -> Marked | None:
     """Read a `cat` of other columns and the marked ones. All of the other columns then count as named."""
-    tensors, dim = argument(node, 0, "tensors"), argument(node, 1, "dim", node.kwargs.get("axis", 0))
+    tensors, dim = cat_arguments(node)
     if not isinstance(tensors, (list, tuple)) or len(tensors) != 2 or dim not in (-1, rank_of(node) - 1):
         return None
     first, last = (tensor_of(x) for x in tensors)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from tatten.passes.calls import argument, op_name
+from tatten.passes.calls import argument, op_name, where_arguments
 from tatten.passes.drafts import Drafts, is_draft
 from tatten.passes.literals import rounded
 from tatten.passes.local import local_input
@@ -176,9 +176,7 @@ def _nan_without_keys(reading: Reading, node: Node, x: Any, condition: Node) -> 
 
 
 def _chosen(reading: Reading, node: Node) -> Marked | None:
-    names = ("input", "condition", "other") if node.op == "call_method" else ("condition", "input", "other")
-    arguments = {name: argument(node, i, name) for i, name in enumerate(names)}
-    condition, a, b = arguments["condition"], arguments["input"], arguments["other"]
+    condition, a, b = where_arguments(node)
     if not _is_bool(condition) or a is None or b is None:
         return None
     marked, dtype = reading.operand(condition, node), known_tensor(node).dtype

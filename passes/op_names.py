@@ -13,4 +13,5 @@ RESHAPES = {"reshape", "view", "flatten", "unflatten", "reshape_as", "view_as", 
 SWAPS = {"transpose", "swapaxes", "swapdims"}
 REORDERS = SWAPS | {"permute"}
 CATS = {"cat", "concat", "concatenate"}
+MULTIPLIES = {"mul", "multiply"}
 MATMULS = {"matmul", "__matmul__", "bmm"}

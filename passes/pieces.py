@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from tatten.ops.layout import HEAD_DIM, HEADS
-from tatten.passes.calls import argument, op_name
+from tatten.passes.calls import argument, cat_arguments, op_name
 from tatten.passes.drafts import without_drafts
 from tatten.passes.mutation import writes, written_between
 from tatten.passes.op_names import CASTS, CATS, COPIES, REORDERS
@@ -114,7 +114,7 @@ def _written(node: Node, reader: Node) -> Decline | None:
 def _concatenated(walk: Walk, joined: Tensor, reader: Node) -> Assembly | None:
     """Return the pieces of a `cat` over the last dim, or None."""
     node = walk.node
-    tensors, dim = argument(node, 0, "tensors"), argument(node, 1, "dim", node.kwargs.get("axis", 0))
+    tensors, dim = cat_arguments(node)
     if not isinstance(tensors, (list, tuple)) or dim not in (-1, joined.dim() - 1):
         return None
     pieces, lo = [], 0

@@ -39,7 +39,7 @@ class Product:
     """A product `scale * (left @ right) + beta * bias` of tensors `[..., m, n]` and `[..., n, k]`.
 
     Attributes:
-        back: the view that turns the product into the node's result; None if they are the same.
+        result_view: the view that turns the product into the node's result; None if they are the same.
         unknown_scale: an input number that multiplies the product; `scale` is then 1.
         unknown_beta: an input number that multiplies the bias; `beta` is then 1.
     """
@@ -50,7 +50,7 @@ class Product:
     scale: float = 1.0
     bias: Node | None = None
     beta: float = 1.0
-    back: View | None = None
+    result_view: View | None = None
     unknown_scale: Node | None = None
     unknown_beta: Node | None = None
 
@@ -129,12 +129,12 @@ def _einsum(node: Node, weights: Node | None) -> Product | None:
         or (weights is not None and left != "".join([*lead, *rows, *inner]))
     ):
         return None
-    back = None if result == out else ("permute", *[result.index(x) for x in out])
+    result_view = None if result == out else ("permute", *[result.index(x) for x in out])
     first = Factor(factors[0], _permuted(left, [*lead, *rows, *inner]))
     new_dims = [("unsqueeze", i) for i, x in enumerate(lead) if x not in right]
     lead_of_right = [x for x in lead if x in right]
     second = Factor(factors[1], (*_permuted(right, [*lead_of_right, *inner, *columns]), *new_dims))
-    return Product(node, first, second, back=back)
+    return Product(node, first, second, result_view=result_view)
 
 
 def spelled_out(node: Node) -> tuple[str, list[Any]]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
-from tatten.passes.calls import argument, op_name
+from tatten.passes.calls import argument, cat_arguments, op_name, where_arguments
 from tatten.passes.literals import TIMES, factor_of, number_of, rounded
 from tatten.passes.metadata import depends, reads_values
 from tatten.passes.mutation import inactive_dropout, writes, written_arguments
@@ -240,9 +240,7 @@ def _tanh(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
 
 def _fill(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
     if name == "where":
-        names = ("input", "condition", "other") if node.op == "call_method" else ("condition", "input", "other")
-        arguments = {x: argument(node, i, x) for i, x in enumerate(names)}
-        condition, a, b = arguments["condition"], arguments["input"], arguments["other"]
+        condition, a, b = where_arguments(node)
         kind: Any = "where_not" if a is source else "where"
         value = b if a is source else a
     else:
@@ -280,7 +278,7 @@ def _at_least(walk: _Walk, node: Node, name: str, source: Node) -> Decline | Non
 def _concatenated(walk: _Walk, sources: list[Node]) -> Decline | None:
     """Read a `cat` of scores and one column of sinks."""
     node = walk.node
-    tensors, dim = argument(node, 0, "tensors"), argument(node, 1, "dim", node.kwargs.get("axis", 0))
+    tensors, dim = cat_arguments(node)
     joined = tensor_of(node)
     if joined is None or len(sources) != 1 or len(tensors) != 2 or dim not in (-1, joined.dim() - 1):
         return Decline(Reason.RELATIVE, f"`{node}` joins scores with others")

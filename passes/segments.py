@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from tatten.ops.layout import BATCH, LENGTH
-from tatten.passes.calls import argument, op_name
+from tatten.passes.calls import cat_arguments, op_name
 from tatten.passes.drafts import dtensor_of, local_beside
 from tatten.passes.local import local_input
 from tatten.passes.mutation import writes
@@ -160,8 +160,7 @@ def _parts(walk: Walk) -> list[Walk] | None:
     """Return walks to the tensors that the current node concatenates over the sequence, or None for another node."""
     if op_name(walk.node) not in CATS or writes(walk.node):
         return None
-    tensors = argument(walk.node, 0, "tensors")
-    dim = argument(walk.node, 1, "dim", walk.node.kwargs.get("axis", 0))
+    tensors, dim = cat_arguments(walk.node)
     concatenated = tensor_of(walk.node)
     if concatenated is None or not isinstance(tensors, (list, tuple)) or not isinstance(dim, int):
         return None

@@ -20,7 +20,7 @@ from torch import SymInt, Tensor
 from torch.fx import Node
 
 from tatten.ops.layout import BATCH
-from tatten.passes.calls import argument, only_adds_dims, op_name
+from tatten.passes.calls import argument, cat_arguments, only_adds_dims, op_name
 from tatten.passes.drafts import without_drafts
 from tatten.passes.mutation import writes
 from tatten.passes.op_names import CASTS, CATS, COPIES, REORDERS, RESHAPES, STRETCHES
@@ -208,8 +208,7 @@ def _interleave(walk: Walk, source: Node, before: Sequence[Size], after: Sequenc
 
 def _copies_of_one(walk: Walk, source: Node, before: Tensor, after: Tensor) -> Walk | None:
     """Undo `stack([x] * n)` or `cat([x] * n)`."""
-    tensors = argument(walk.node, 0, "tensors")
-    dim = argument(walk.node, 1, "dim", walk.node.kwargs.get("axis", 0))
+    tensors, dim = cat_arguments(walk.node)
     if not all(x is source for x in tensors) or not isinstance(dim, int):
         return None
     dim %= after.dim()

@@ -57,7 +57,7 @@ def _like_product(attention: WrittenOut, draft: Drafting, result: Node) -> Node:
         out = out if rank_of(product.node) == 5 else draft("squeeze", out, 0)
     elif rank_of(product.node) == 3:
         out = draft("flatten", out, 0, 1)
-    return out if product.back is None else draft(product.back[0], out, *product.back[1:])
+    return out if product.result_view is None else draft(product.result_view[0], out, *product.result_view[1:])
 
 
 def _without_keys(draft: Drafting, lse: Node, empty: Node, query: Node) -> Node:
@@ -73,8 +73,8 @@ def _result(attention: WrittenOut) -> Tensor:
     """Return the fake tensor of the result as `[batch, heads, q_len, head_dim]`."""
     product = attention.weights.product
     tensor = known_tensor(product.node)
-    if product.back is not None:
-        order = product.back[1:]
+    if product.result_view is not None:
+        order = product.result_view[1:]
         tensor = tensor.permute([order.index(d) for d in range(len(order))])
     if attention.grouped_heads is not None:
         return (tensor if tensor.dim() == 5 else tensor.unsqueeze(0)).flatten(1, 2)

@@ -278,8 +278,7 @@ class Layer:
 
     def _storage(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if self.keys is None or self.values is None:
-            keys, values = self._new_slots(key.shape[0], key, value)
-            return keys, values
+            return self._new_slots(key.shape[0], key, value)
         return self.keys, self.values
 
     def _new_slots(self, batch: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

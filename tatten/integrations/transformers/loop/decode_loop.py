@@ -65,8 +65,7 @@ class DecodeLoop:
         self.reason: str | None = None
         self.not_captured: str | None = None
         self.launched_steps = 0
-        self._steps: weakref.WeakKeyDictionary[nn.Module, Steps]
-        self._steps = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[nn.Module, Steps] = weakref.WeakKeyDictionary()
         self._uncompiled: weakref.WeakKeyDictionary[nn.Module, dict[object, str]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._running: int | None = None  # the thread whose call has the lock
