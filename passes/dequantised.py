@@ -138,7 +138,7 @@ def both_in_8_bits(call: SdpaCall, key: Stored, value: Stored) -> tuple[Narrow, 
     for name, narrow in (("key", narrow_key), ("value", narrow_value)):
         writer = narrow.written_before(call.node)
         if writer is not None:
-            return Decline(Reason.WRITTEN, f"{name}, or what it is dequantised from, is written by `{writer}`")
+            return Decline(Reason.WRITTEN, f"{name}, or a tensor that it is dequantised from, is written by `{writer}`")
     return narrow_key, narrow_value
 
 

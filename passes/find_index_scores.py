@@ -154,7 +154,7 @@ def _read_scores(above: ScaleSteps, product: Product, summed: Summed, run: Run) 
     cost = index_cost(_tensor(query), _tensor(key), parts, widened=_tensor(key).dtype != wide)
     writer = mover_of(masked.node, run.movers) or _writer(operands, path, masked.node)
     if writer is not None:
-        return Decline(Reason.WRITTEN, f"`{writer}` writes to what the scores of an indexer read")
+        return Decline(Reason.WRITTEN, f"`{writer}` writes to a tensor that the scores of an indexer read")
     if cost is not None and not cost.pays:
         return Decline(Reason.INDEX_SMALL, str(cost))
     for factor in summed.steps.factors:

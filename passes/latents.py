@@ -239,7 +239,7 @@ def _check_writes(match: LatentMatch, keys: Assembly) -> Decline | None:
         read = [tensor_of(x) for x in (projection.latent.node, projection.weight, *projection.path)]
         writer = written_between([x for x in read if x is not None], min(projection.path), call)
         if writer is not None:
-            return Decline(Reason.WRITTEN, f"latents, weight or what is projected is written by `{writer}`")
+            return Decline(Reason.WRITTEN, f"latents, a weight or their product is written by `{writer}`")
     if match.rope is not None:
         rope, piece = match.rope
         source = tensor_of(piece.source.node)

@@ -251,10 +251,10 @@ def _check_users(attention: WrittenOut) -> WrittenOut | Decline:
     attention = dataclasses.replace(attention, log_sums=tuple(sorted(log_sums)), path=(*attention.path, *unread))
     late = next((x for x in attention.reads if x >= attention.place), None)
     if late is not None:
-        return Decline(Reason.WEIGHTS_USED, f"`{attention.place}` needs scores before there is `{late}`")
+        return Decline(Reason.WEIGHTS_USED, f"`{attention.place}` needs scores before `{late}` is computed")
     writer = _writer(attention)
     if writer is not None:
-        return Decline(Reason.WRITTEN, f"`{writer}` writes to what is read between the products")
+        return Decline(Reason.WRITTEN, f"`{writer}` writes to a tensor that is read between the products")
     return attention
 
 

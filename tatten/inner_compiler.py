@@ -39,7 +39,7 @@ def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Compiler:
             raise ValueError(f"`mode` must be one that torch.compile knows, got {mode!r}: {error}") from error
         unknown = "Unexpected optimization option" in str(error)
         raise (ValueError if unknown else TypeError)(
-            f"`options` must be of tatten ({valid_names()}) or of Inductor, which says: {error}"
+            f"`options` must be options of tatten ({valid_names()}) or of Inductor, which rejects them: {error}"
         ) from error
 
     def compiler(gm: GraphModule, inputs: list[Tensor]) -> Compiled:

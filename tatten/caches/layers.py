@@ -29,7 +29,7 @@ def used_slots(layers: Layers, name: str) -> int:
         device = layers[0].length.device
         lengths = torch.stack([layer.length.to(device) for layer in layers]).tolist()
     if len(set(lengths)) > 1:
-        raise ValueError(f"`{name}` must come between steps, with as many tokens in each layer, got {lengths}")
+        raise ValueError(f"`{name}` must come between steps, when all layers have the same length, got {lengths}")
     return lengths[0] if layers[0].static else 0
 
 

@@ -19,7 +19,7 @@ class Prompts:
 
     def __init__(self, mask: Tensor | None = None, lens: Tensor | None = None):
         if mask is not None and lens is not None:
-            raise ValueError("`prompt_lens` must be None where `prompt_mask` is given, got both")
+            raise ValueError("`prompt_lens` must be None if `prompt_mask` is passed, got both")
         for name, argument in (("prompt_mask", mask), ("prompt_lens", lens)):
             if argument is not None and not isinstance(argument, Tensor):
                 raise TypeError(f"`{name}` must be a Tensor, got {type(argument).__name__}")

@@ -20,7 +20,7 @@ def refill(
         ValueError: the old fork has other shapes, or tensors of the new fork are in its memory. Nothing has been
             written.
     """
-    _check_equal("a cache with as many layers", len(old_layers), len(new_layers))
+    _check_equal("a cache with the same number of layers", len(old_layers), len(new_layers))
     metadata = ({name: _metadata(tensor) for name, tensor in x.arguments.items()} for x in (old_prompts, new_prompts))
     _check_equal("a fork with prompts of the same kind", *metadata)
     for index, (old, new) in enumerate(zip(old_layers, new_layers, strict=True)):
@@ -63,7 +63,7 @@ def _check_layer(index: int, layer: Layer, new: Layer) -> None:
                     f"copied into {where}"
                 )
         if layer.rows[level] is None and new.rows[level] is not None:
-            raise ValueError(f"`into` must have rows in level {level}, as the given sequences, got none")
+            raise ValueError(f"`into` must have rows in level {level}, as the new selection has, got none")
 
 
 def _aligned(batch: int, stored: Tensor) -> Tensor:

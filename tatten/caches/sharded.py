@@ -146,7 +146,9 @@ class ShardedKVCache(BaseCache):
         """
         lengths = torch.stack([layer.length for layer in self.layers]).tolist()
         if len(set(lengths)) > 1:
-            raise ValueError(f"`state_dict` must come between steps, with as many tokens in each layer, got {lengths}")
+            raise ValueError(
+                f"`state_dict` must come between steps, when all layers have the same length, got {lengths}"
+            )
         state: dict[str, Tensor] = {"length": self.length.clone()}
         for index in range(len(self.layers)):
             key, value = self._ordered(index, lengths[0])

@@ -196,7 +196,7 @@ class SharedPrefixCache(BaseCache):
             used = used_slots(self.layers, "crop") if last.static else last.prefix_length
             if tokens > used - last.frozen:
                 raise ValueError(
-                    f"`tokens` must be at most {used - last.frozen}, as many as came since the last fork, got {tokens}"
+                    f"`tokens` must be at most {used - last.frozen}, the tokens since the last fork, got {tokens}"
                 )
         for layer in self.layers:
             layer.crop(tokens)

@@ -141,7 +141,7 @@ class ForkedRollouts:
         ).values()
         errors = [x.error for x in outputs if x.error is not None]
         if errors or len(outputs) != n * len(prompt_ids):
-            reason = errors[0] if errors else "its log says why"
+            reason = errors[0] if errors else "see its log"
             missing = n * len(prompt_ids) - len(outputs) + len(errors)
             raise RuntimeError(f"`generate_batch` returned no completion for {missing} samples: {reason}")
         return [x.generated_tokens for x in outputs]

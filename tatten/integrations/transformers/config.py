@@ -60,7 +60,7 @@ def layers_of_index_keys(config: PreTrainedConfig) -> list[int]:
     for index, source in enumerate(getattr(text, "kv_source_layers", None) or ()):
         if index != source:
             raise ValueError(
-                "`config` must have keys and values of its own in each layer beside index keys, got those of layer "
+                "`config` must have separate keys and values in each layer with index keys, got those of layer "
                 f"{source} in layer {index}"
             )
     kinds = getattr(text, "indexer_types", None) or ["full"] * len(layers)

@@ -94,8 +94,8 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.repeated and query_length <= self.repeated:
             raise ValueError(
-                f"assisted decoding must get the whole text as `input_ids`, of which the cache holds "
-                f"{self.repeated} tokens, got {query_length} with the candidates"
+                f"assisted decoding must pass the full text as `input_ids`, with the {self.repeated} tokens in the "
+                f"cache, got {query_length} tokens with the candidates"
             )
         if self.repeated or not self.is_initialized:
             return query_length, 0

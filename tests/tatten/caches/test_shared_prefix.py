@@ -165,7 +165,7 @@ def test_crop_frees_slots_but_not_those_of_children() -> None:
     cache.crop(0)
     cache.crop(1)
     texts = [text[:-1] for text in texts]
-    with pytest.raises(ValueError, match="`tokens` must be at most 0, as many as came since the last fork, got 1"):
+    with pytest.raises(ValueError, match="`tokens` must be at most 0, the tokens since the last fork, got 1"):
         cache.crop(1)
     step(child, its_texts)
     step(cache, texts)
@@ -193,7 +193,7 @@ def test_a_fork_into_an_old_one_says_what_differs() -> None:
         (one_layer, 2, 3, "as many layers, 1, got 2"),
         (halves, 2, 3, "the same keys in level 0 of layer 0, .*float32.*got .*float64"),
         (padded, 2, 3, r"prompts of the same kind, .*'prompt_mask': \(\(2, 4\), torch.bool, 'cpu'\).*got \{\}"),
-        (cache.fork(1, 3).select([1, 0]), 2, 3, "have rows in level 0, as the given sequences, got none"),
+        (cache.fork(1, 3).select([1, 0]), 2, 3, "have rows in level 0, as the new selection has, got none"),
         (step_once(cache.fork(1, 3)), 2, 3, r"levels of the same lengths, \(4, 1\), got \(4,\)"),
     ]:
         with pytest.raises(ValueError, match=f"`into` must .*{message}"):

@@ -49,7 +49,7 @@ BAD = {
     "no index": (lambda c: c.select([]), ValueError, "at least one"),
     "float index": (lambda c: c.select([0.0]), TypeError, "got 0.0"),
     "bool indices": (lambda c: c.select(torch.ones(6, dtype=torch.bool)), TypeError, "torch.bool"),
-    "crop": (lambda c: c.crop(2), ValueError, "`tokens` must be at most 1, as many as came since the last fork, got 2"),
+    "crop": (lambda c: c.crop(2), ValueError, "`tokens` must be at most 1, the tokens since the last fork, got 2"),
     "negative crop": (lambda c: c.crop(-1), ValueError, "`tokens` must be at least 1, got -1"),
     "float crop": (lambda c: c.crop(1.0), TypeError, "`tokens` must be an int, got 1.0"),
     "2-D indices": (lambda c: c.select(torch.zeros(1, 1, dtype=torch.int64)), ValueError, r"shape \(1, 1\)"),
@@ -120,7 +120,7 @@ def test_bad_prompt_mask(real: Tensor, error: type[Exception], message: str) -> 
 def test_bad_prompt_lens(lens: Tensor, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         SharedPrefixCache(2, prompt_lens=lens).update(0, *tensors(2, 2, 3, 8))
-    with pytest.raises(ValueError, match="`prompt_lens` must be None where `prompt_mask` is given, got both"):
+    with pytest.raises(ValueError, match="`prompt_lens` must be None if `prompt_mask` is passed, got both"):
         SharedPrefixCache(2, torch.ones(2, 3, dtype=torch.bool), prompt_lens=lens)
 
 

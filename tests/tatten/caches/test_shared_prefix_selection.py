@@ -167,7 +167,7 @@ def test_a_selection_into_an_old_one_says_what_differs() -> None:
         ValueError, match=r"`into` must be a fork with the same batch and capacity, \(3, 2\), got \(2, 2\)"
     ):
         fork.select([5, 0, 1], into=rows)
-    with pytest.raises(ValueError, match="`into` must have rows in level 0, as the given sequences, got none"):
+    with pytest.raises(ValueError, match="`into` must have rows in level 0, as the new selection has, got none"):
         fork.select([5, 0], into=blocks)
     with pytest.raises(ValueError, match="`into` must be None for a selection before a fork"):
         cache.select([0], into=rows)

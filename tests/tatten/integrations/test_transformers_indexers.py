@@ -162,7 +162,7 @@ def test_attention_tatten_in_eager_mode() -> None:
     "config, found",
     [
         ({"index_kpool": 2}, "index keys of single tokens, got `index_kpool` 2"),
-        ({"kv_source_layers": [0, 0]}, "keys and values of its own in .* got those of layer 0 in layer 1"),
+        ({"kv_source_layers": [0, 0]}, "separate keys and values in each layer .* got those of layer 0 in layer 1"),
     ],
 )
 def test_caches_that_hold_other_index_keys_are_refused(config: dict[str, Any], found: str) -> None:

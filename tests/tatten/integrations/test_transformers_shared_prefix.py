@@ -276,7 +276,7 @@ def test_answers_to_transformers() -> None:
         with pytest.raises(NotImplementedError, match="SharedPrefixCache cannot be"):
             call()
     fork.crop(0)
-    with pytest.raises(ValueError, match="`tokens` must be at most 0, as many as came since the last fork, got 1"):
+    with pytest.raises(ValueError, match="`tokens` must be at most 0, the tokens since the last fork, got 1"):
         fork.crop(-1)
     with pytest.raises(ValueError, match="`tokens_to_remove` must be 0 or negative, as transformers has it, got 12"):
         fork.crop(12)

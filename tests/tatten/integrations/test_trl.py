@@ -279,7 +279,7 @@ def test_what_forks_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         made.rollout_func(TEXTS, made)
     monkeypatch.setattr(made, "use_vllm", False)
     monkeypatch.setattr(made.model, "generate_batch", lambda *args, **kwargs: {})
-    with pytest.raises(RuntimeError, match="`generate_batch` returned no completion for 4 samples: its log says why"):
+    with pytest.raises(RuntimeError, match="`generate_batch` returned no completion for 4 samples: see its log"):
         made.rollout_func(TEXTS, made)
 
 

@@ -59,8 +59,7 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         if not stored and not dry_run and state.request_id not in self._too_long and not self._has_room(tokens):
             self._too_long.add(state.request_id)
             log.warning(
-                "request %s has %d tokens in continuous batching, and the cache has no room for so many: %d pages of "
-                "%d tokens in all",
+                "request %s has %d tokens, more than the cache of continuous batching can hold: %d pages of %d tokens",
                 *(state.request_id, tokens, self.num_blocks, next(iter(self.groups.values())).page_size),
             )
         return stored

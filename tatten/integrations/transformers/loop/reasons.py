@@ -151,7 +151,7 @@ def _cannot_remove_drafts(model: PreTrainedModel, cache: object) -> str | None:
     """Return the reason why refused drafts can't be removed from a model's cache, or None."""
     if all(isinstance(x, StaticLayer) for x in static_cache(model, 1, cast(Cache, cache)).layers):
         return None
-    return f"refused drafts stay in what the layers of {type(model).__name__} remember"
+    return f"the cache layers of {type(model).__name__} can't remove refused drafts"
 
 
 def _assistant(model: PreTrainedModel, draft: Any, config: GenerationConfig) -> str | None:
