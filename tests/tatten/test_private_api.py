@@ -125,7 +125,7 @@ def test_integrations_transformers_config_of_code() -> None:
     assert not made_for_sdpa(FalconConfig())  # has attention of its own
     layer = modeling_gemma2.Gemma2Attention(Gemma2Config(hidden_size=8, head_dim=4), 0)
     assert eager_attention(layer) is modeling_gemma2.eager_attention_forward
-    with pytest.raises(NotImplementedError, match="Identity must have an `eager_attention_forward` beside it"):
+    with pytest.raises(NotImplementedError, match="the module of Identity must define `eager_attention_forward`"):
         eager_attention(torch.nn.Identity())
 
 

@@ -190,7 +190,7 @@ def test_a_fork_into_an_old_one_says_what_differs() -> None:
         (cache, 2, 4, r"the same batch and capacity, \(4, 4\), got \(4, 3\)"),
         (wider, 2, 3, r"the same batch and capacity, \(6, 3\), got \(4, 3\)"),
         (longer, 2, 3, r"levels of the same lengths, \(5,\), got \(4,\)"),
-        (one_layer, 2, 3, "as many layers, 1, got 2"),
+        (one_layer, 2, 3, "the same number of layers, 1, got 2"),
         (halves, 2, 3, "the same keys in level 0 of layer 0, .*float32.*got .*float64"),
         (padded, 2, 3, r"prompts of the same kind, .*'prompt_mask': \(\(2, 4\), torch.bool, 'cpu'\).*got \{\}"),
         (cache.fork(1, 3).select([1, 0]), 2, 3, "have rows in level 0, as the new selection has, got none"),

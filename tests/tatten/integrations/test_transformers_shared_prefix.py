@@ -200,7 +200,7 @@ def test_assisted_decoding(do_sample: bool, start: str) -> None:
 def test_assisted_decoding_needs_the_whole_text() -> None:
     model, (ids, mask) = build("llama"), prompts(False)
     fork = prefilled(model, ids, mask).fork(1, 32)
-    with pytest.raises(ValueError, match="the whole text as `input_ids`, of which the cache holds 11 tokens, got"):
+    with pytest.raises(ValueError, match="the full text as `input_ids`, with the 11 tokens in the cache, got 2"):
         model.generate(ids[:, -1:], **cache_kwargs(fork), assistant_model=slightly_wrong(), max_new_tokens=4)
 
 
