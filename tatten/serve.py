@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     class Server(Serve):  # type: ignore[misc]
         @functools.wraps(Serve.__init__)  # type: ignore[misc]  # the options of the command
         def __init__(self, **options: Any) -> None:
+            check_page_option(options)
             try:
                 super().__init__(**options)
             finally:
@@ -66,14 +68,36 @@ def check_server() -> None:
         raise SystemExit(f"tatten-serve: {error}") from error
 
 
+def check_page_option(options: dict[str, Any]) -> None:
+    """Exit with a message unless tatten's attention takes the pages that the options of the server ask for."""
+    from tatten.integrations.transformers.continuous_batching.supported import check_page_size
+
+    page_size, uses_pages = options["cb_block_size"], options["continuous_batching"]
+    if page_size is None or not uses_pages or options["attn_implementation"] != "tatten":
+        return
+    try:
+        check_page_size(page_size)
+    except ValueError as error:
+        raise SystemExit(f"tatten-serve: {error}, as `--cb-block-size`") from error
+
+
 @contextmanager
 def accepted_by_the_server() -> Iterator[None]:
-    """Let the server load models with tatten's attention, which is not in its fixed list of names."""
-    from transformers.cli.serving import model_manager
+    """Let the server load models with tatten's attention, and refuse what batches on it can't take."""
+    from transformers.cli.serving import model_manager, utils
 
-    manager = model_manager.ModelManager
-    if not hasattr(manager, "_validate_args"):
-        raise SystemExit("tatten-serve: `ModelManager._validate_args` of transformers, which refuses `tatten`, moved")
+    originals = model_manager.ModelManager, utils.CBGenerateManager
+    model_manager.ModelManager = _loads_tatten(originals[0])
+    utils.CBGenerateManager = _guards_batches(originals[1])
+    try:
+        yield
+    finally:
+        model_manager.ModelManager, utils.CBGenerateManager = originals
+
+
+def _loads_tatten(manager: type) -> type:
+    """Let the manager of models take the name "tatten": its list of names is closed."""
+    _check_methods(manager, "_validate_args")
 
     class ManagerWithTatten(manager):  # type: ignore[misc, valid-type]
         def _validate_args(self) -> None:
@@ -82,11 +106,76 @@ def accepted_by_the_server() -> Iterator[None]:
             super()._validate_args()
             self.attn_implementation = requested
 
-    model_manager.ModelManager = ManagerWithTatten
-    try:
-        yield
-    finally:
-        model_manager.ModelManager = manager
+    return ManagerWithTatten
+
+
+def _guards_batches(manager: type) -> type:
+    """Let the manager of batches refuse a model or a prompt with status 400 and the reason.
+
+    transformers (5.24) answers a refused model with status 500, and a request that outgrows the memory ends the thread
+    of all batches.
+    """
+    _check_methods(manager, "init_cb", "generate_streaming", "generate_non_streaming")
+    from fastapi import HTTPException
+    from transformers.generation.continuous_batching.utils import drain_queue
+
+    from tatten.integrations.transformers.continuous_batching.cache import PagedCache
+    from tatten.integrations.transformers.continuous_batching.replaced import uses_tatten
+    from tatten.integrations.transformers.continuous_batching.supported import check_model
+
+    class BatchesOnTatten(manager):  # type: ignore[misc, valid-type]
+        def init_cb(self, model: Any, gen_config: Any) -> None:
+            if self._cb is None and uses_tatten(model.config):
+                try:
+                    check_model(model)
+                except NotImplementedError as error:
+                    raise HTTPException(400, str(error)) from error
+            super().init_cb(model, gen_config)
+
+        def generate_streaming(self, model: Any, processor: Any, inputs: Any, config: Any, **options: Any) -> Any:
+            self._fit(inputs["input_ids"], config)
+            texts, streamer = super().generate_streaming(model, processor, inputs, config, **options)
+            streamer.cancel = functools.partial(self._cancel, options["request_id"], streamer.cancel)
+            return texts, streamer
+
+        def _cancel(self, request_id: str, cancel: Callable[[], None]) -> None:
+            """Cancel a stream, and drop its receiver, which transformers (5.24) keeps forever."""
+            cancel()
+            router = self._cb.output_router
+            with router._lock:
+                router.result_handlers.pop(request_id, None)
+
+        async def generate_non_streaming(
+            self, model: Any, processor: Any, inputs: Any, config: Any, **options: Any
+        ) -> Any:
+            self._fit(inputs["input_ids"], config)
+            return await super().generate_non_streaming(model, processor, inputs, config, **options)
+
+        def _fit(self, prompt: list[int], config: Any) -> None:
+            """Let a request end where the memory does, or refuse its prompt."""
+            while self._cb.batch_processor is None and self._cb.is_running():
+                time.sleep(0.01)  # the thread of the batches makes their cache
+            drain_queue(self._cb.output_router.output_queue)  # outputs of cancelled streams, which nobody receives
+            cache = getattr(self._cb.batch_processor, "cache", None)
+            if not isinstance(cache, PagedCache):
+                return
+            if len(prompt) >= cache.room:
+                raise HTTPException(
+                    400,
+                    f"the prompt must have at most {cache.room - 1} tokens, as the memory of the server has room for "
+                    f"{cache.room} tokens of a request, got {len(prompt)}",
+                )
+            left = cache.room - len(prompt)
+            config.max_new_tokens = left if config.max_new_tokens is None else min(config.max_new_tokens, left)
+
+    return BatchesOnTatten
+
+
+def _check_methods(manager: type, *names: str) -> None:
+    """Exit with a message unless a manager of transformers has the methods that are replaced."""
+    for name in names:
+        if name not in vars(manager):
+            raise SystemExit(f"tatten-serve: `{manager.__name__}.{name}` of transformers, which it replaces, moved")
 
 
 if __name__ == "__main__":

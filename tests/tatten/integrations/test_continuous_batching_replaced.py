@@ -170,6 +170,7 @@ def test_the_table_of_tested_code() -> None:
     [
         ("deepseek_v3", r"must cache keys and values .*, got DeepseekV3ForCausalLM, which has latents \(MLA\)"),
         ("gemma4", "must have separate keys in each layer .*, in which 2 layers share the keys of others"),
+        ("llama4", r"must have layers of full or sliding attention .* with \['chunked_attention'\]"),
     ],
 )
 def test_models_that_do_not_fit(name: str, error: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import sys
 from typing import Any
 
@@ -25,6 +26,7 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
     """
 
     max_blocks_per_request: int
+    room: int  # the most tokens that a request may have: those that an empty cache has room for
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,6 +37,7 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         # In a forward pass, by group: the step that its layers share, and the index in the group of the next layer.
         self._steps: dict[int, tuple[Step, int]] = {}
         self._too_long: set[str] = set()  # requests that a warning was logged for
+        self.room = self._find_room()
         self._allow_decode_steps()
 
     def _allow_decode_steps(self) -> None:
@@ -56,13 +59,18 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         """Store a request as transformers does. Log a warning for a request that is too long for an empty cache."""
         stored: bool = super().can_store_request_tokens(state, request_len, dry_run)
         tokens = state.current_len() + request_len
-        if not stored and not dry_run and state.request_id not in self._too_long and not self._has_room(tokens):
+        if not stored and not dry_run and state.request_id not in self._too_long and tokens > self.room:
             self._too_long.add(state.request_id)
             log.warning(
                 "request %s has %d tokens, more than the cache of continuous batching can hold: %d pages of %d tokens",
                 *(state.request_id, tokens, self.num_blocks, next(iter(self.groups.values())).page_size),
             )
         return stored
+
+    def _find_room(self) -> int:
+        slots = max(x.num_blocks * x.tokens_per_page for x in self.cache_allocators.values())
+        room = bisect.bisect_left(range(1, slots + 2), True, key=lambda tokens: not self._has_room(tokens))
+        return room if room <= slots else sys.maxsize  # rings have room for any number of tokens
 
     def _has_room(self, tokens: int) -> bool:
         """Return True if an empty cache has room for a request of `tokens` tokens."""

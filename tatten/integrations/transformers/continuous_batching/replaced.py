@@ -79,7 +79,7 @@ def _with_decode_steps(original: Callable[..., None]) -> Callable[..., None]:
         if not uses_tatten(config):
             original(config, cb_config, user_requested, *args, **kwargs)
             return
-        check_page_size(cb_config)
+        check_page_size(cb_config.page_size)
         cb_config.kv_padding_interval_size = ONE_SIZE
         default = initialization.FALLBACK_DEFAULTS["max_blocks_per_request"]
         if not user_requested and cb_config.max_blocks_per_request == default:

@@ -44,6 +44,10 @@ def check_model(model: Any) -> None:
             f"`model` must have separate keys in each layer for continuous batching, got {name}, in which {shared} "
             "layers share the keys of others"
         )
+    if kinds := unsupported_layers(config):
+        raise NotImplementedError(
+            f"`model` must have layers of full or sliding attention for continuous batching, got {name} with {kinds}"
+        )
     if len(widths := key_widths(model, config)) > 1:
         raise NotImplementedError(
             f"`model` must have keys of one width in all layers for continuous batching, got {name} with {widths}"
@@ -52,15 +56,22 @@ def check_model(model: Any) -> None:
         raise NotImplementedError(f"`model` must be on one of {DEVICES} for continuous batching, got {model.device}")
 
 
+def unsupported_layers(config: Any) -> list[str]:
+    """Return the kinds of layers for which transformers has no pages."""
+    from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
+
+    return sorted(set(getattr(config, "layer_types", None) or ()) - set(ATTN_TYPE_TO_ALLOCATOR))
+
+
 def key_widths(model: nn.Module, config: Any) -> list[int]:
     """Return the distinct widths of a token's keys in the layers that have this configuration."""
     projections = (getattr(x, "k_proj", None) for x in model.modules() if getattr(x, "config", None) is config)
     return sorted({x.out_features for x in projections if isinstance(x, nn.Linear)})
 
 
-def check_page_size(cb_config: Any) -> None:
+def check_page_size(page_size: int) -> None:
     """Raise ValueError unless the ops support the page size."""
-    if not is_page_size(cb_config.page_size):
+    if not is_page_size(page_size):
         raise ValueError(
-            f'`page_size` must be a power of two up to {LARGEST_PAGE} on attention "tatten", got {cb_config.page_size}'
+            f'`page_size` must be a power of two up to {LARGEST_PAGE} on attention "tatten", got {page_size}'
         )
