@@ -159,10 +159,10 @@ def _guards_batches(manager: type) -> type:
             cache = getattr(self._cb.batch_processor, "cache", None)
             if not isinstance(cache, PagedCache):
                 return
-            if len(prompt) >= cache.room:
+            if not 0 < len(prompt) < cache.room:
                 raise HTTPException(
                     400,
-                    f"the prompt must have at most {cache.room - 1} tokens, as the memory of the server has room for "
+                    f"the prompt must have 1 to {cache.room - 1} tokens, as the memory of the server has room for "
                     f"{cache.room} tokens of a request, got {len(prompt)}",
                 )
             left = cache.room - len(prompt)

@@ -189,13 +189,14 @@ def refusal(url: str, folder: Path, prompt: str, **options: Any) -> tuple[int, s
 
 @serving
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_prompt_longer_than_the_memory(url: str, folder: Path, expected: list[str], streamed: bool) -> None:
+@pytest.mark.parametrize("tokens", [0, ROOM])
+def test_a_prompt_that_does_not_fit(url: str, folder: Path, expected: list[str], tokens: int, streamed: bool) -> None:
     """Its client gets the reason, and the server keeps serving: transformers ends the thread of its batches."""
-    status, reason = refusal(url, folder, "7 " * ROOM, stream=streamed)
+    status, reason = refusal(url, folder, "7 " * tokens, stream=streamed)
     assert status == 400
     assert reason == (
-        f"the prompt must have at most {ROOM - 1} tokens, as the memory of the server has room for {ROOM} tokens of a "
-        f"request, got {ROOM}"
+        f"the prompt must have 1 to {ROOM - 1} tokens, as the memory of the server has room for {ROOM} tokens of a "
+        f"request, got {tokens}"
     )
     with ask(url, folder, PROMPTS[0]) as answer:
         assert json.load(answer)["choices"][0]["text"] == expected[0]
