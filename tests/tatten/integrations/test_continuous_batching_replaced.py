@@ -223,6 +223,30 @@ def test_a_request_longer_than_the_memory(caplog: pytest.LogCaptureFixture) -> N
 
 
 @needs_tested
+def test_requests_longer_than_the_memory_are_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    """The log names each one once, and nothing of those that are cancelled stays."""
+    config = batching(num_blocks=24, max_batch_tokens=256)
+    options = {"generation_config": greedy(3), "continuous_batching_config": config}
+    short, too_long = prompts((5, 200))
+    with caplog.at_level(logging.WARNING, "tatten"), quick():
+        with build("llama").continuous_batching_context_manager(**options) as manager:
+            cache = manager.batch_processor.cache
+            manager.add_request(short, request_id="short", max_new_tokens=180, streaming=True)
+            for i in range(50):
+                manager.add_request(too_long, request_id=f"long {i}")
+            while len(cache._too_long) < 50:
+                assert manager.get_result(timeout=60).request_id == "short"
+            for i in range(50):
+                manager.cancel_request(f"long {i}")
+            while manager.batch_processor.has_pending_requests():
+                manager.get_result(timeout=0.05)
+        assert manager.background_thread_status.fatal_error is None
+    assert cache._too_long == set()
+    named = re.findall(r"request (long \d+) has 200 tokens", caplog.text)
+    assert sorted(named) == sorted(f"long {i}" for i in range(50))
+
+
+@needs_tested
 def test_layers_out_of_order() -> None:
     """The first layer of a group makes the tables: a layer must not get those of an earlier step."""
     model = build("llama")

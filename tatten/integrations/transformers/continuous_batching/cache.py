@@ -36,7 +36,7 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
             check_layout(allocator, self.groups[name])
         # In a forward pass, by group: the step that its layers share, and the index in the group of the next layer.
         self._steps: dict[int, tuple[Step, int]] = {}
-        self._too_long: set[str] = set()  # requests that a warning was logged for
+        self._too_long: set[str] = set()  # requests that a warning was logged for, until they end
         self.room = self._find_room()
         self._allow_decode_steps()
 
@@ -77,6 +77,14 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         allocators = self.cache_allocators.values()
         sectors = [ceil_div(x._compute_blocks_needed(0, 0, tokens), x.blocks_per_sector) for x in allocators]
         return bool(sum(sectors) <= self.num_sectors)
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        super().free_blocks(request_id, no_cache)
+        self._too_long.discard(request_id)
+
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        super().free_all_requests(clear_ledgers)
+        self._too_long.clear()
 
     # transformers calls these on the host, for each request of a step.
 
