@@ -33,6 +33,7 @@ from batched_models import batching as batching_config
 from caused_warnings import no_warnings
 from transformers import CompileConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 from tatten.integrations.transformers.continuous_batching import attention, steps
 from tatten.ops.page_runs import LEADERS
@@ -187,6 +188,67 @@ def test_more_requests_than_memory(name: str) -> None:
     model, ids = build(name), prompts((30, 41, 20, 33, 9, 26, 38, 12))
     want = expected(model, ids, 20)
     assert run(model, ids, greedy(20), page_size=4, num_blocks=30, max_batch_tokens=32) == want
+
+
+@pytest.fixture
+def offloaded(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many requests went to the host's memory, and came back. It is pinned only where there is a GPU."""
+    counts: Counter[str] = Counter()
+    offload, restore = OffloadingManager._offload_to_cpu, OffloadingManager.restore_scheduled_requests
+
+    def counted_offload(self: OffloadingManager, *args: Any) -> set[str]:
+        names = offload(self, *args)
+        counts["offloaded"] += len(names)
+        return names
+
+    def counted_restore(self: OffloadingManager, requests: list[Any]) -> None:
+        counts["restored"] += sum(x.state.is_cpu_offloaded for x in requests)
+        restore(self, requests)
+
+    monkeypatch.setattr(OffloadingManager, "_offload_to_cpu", counted_offload)
+    monkeypatch.setattr(OffloadingManager, "restore_scheduled_requests", counted_restore)
+    if not torch.cuda.is_available():
+        empty = torch.empty
+        monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **options: empty(*args, **options))
+    return counts
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("scheduler", ["fifo", "prefill_first"])
+@pytest.mark.parametrize("name", slow_but(["llama", "gemma3"], MODELS))
+def test_offloaded_requests(name: str, scheduler: str, offloaded: Counter[str]) -> None:
+    """Pages go to the host's memory and come back to other places: those of rings, and those that forks share."""
+    lengths, n_pages = ((30, 41, 20, 33, 9, 26, 38, 12), 30)
+    if name == "mistral":  # a request whose rings are full needs no more pages
+        lengths, n_pages = ((3, 2, 4, 3, 2, 4, 3, 2), 8)
+    model, ids = build(name), prompts(lengths)
+    want = expected(model, ids, 20)
+    options = {"page_size": 4, "num_blocks": n_pages, "max_batch_tokens": 32, "scheduler_type": scheduler}
+    for n in (1, 3):
+        offloaded.clear()
+        got = run(model, ids, greedy(20, n), cpu_offload_space=0.01, **options)
+        assert got == [tokens for tokens in want for _ in range(n)]
+        assert offloaded["restored"] == offloaded["offloaded"] > 0
+
+
+def test_a_cancelled_request_that_is_offloaded(offloaded: Counter[str]) -> None:
+    """Its pages in the host's memory are free again."""
+    model, ids = build("llama"), prompts((30, 41, 20, 33))
+    config = batching_config(page_size=4, num_blocks=30, max_batch_tokens=32, cpu_offload_space=0.01)
+    options = {"generation_config": greedy(40), "continuous_batching_config": config}
+    with quick(), model.continuous_batching_context_manager(**options) as manager:
+        for i, tokens in enumerate(ids):
+            manager.add_request(tokens, request_id=f"{i}", streaming=True)
+        processor = manager.batch_processor
+        while not offloaded["offloaded"]:
+            manager.get_result(timeout=60)
+        for i in range(4):
+            manager.cancel_request(f"{i}")
+        while processor.has_pending_requests():
+            manager.get_result(timeout=0.05)
+        pool = processor.offloading_manager._cpu_pool
+        pool.try_to_free_sectors()
+        assert pool.num_free_sectors == pool.num_sectors
 
 
 @pytest.mark.parametrize("name", slow_but(["gemma3"], ["llama", "gemma3"]))
