@@ -190,6 +190,26 @@ def test_more_requests_than_memory(name: str) -> None:
     assert run(model, ids, greedy(20), page_size=4, num_blocks=30, max_batch_tokens=32) == want
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
+def test_a_request_that_fills_the_memory(name: str) -> None:
+    """It ends if it has no more tokens than `room`, though the pages of its ring were taken beside those of others."""
+    layers: dict[str, Any] = {}
+    if name == "gemma3":  # a sector has two pages of rings or three others
+        layers = {"num_hidden_layers": 5, "layer_types": ["sliding_attention"] * 3 + ["full_attention"] * 2}
+    model, ids = build(name, **layers), prompts((3, 4, 3, 2))
+    config = batching_config(page_size=4, num_blocks=24, max_batch_tokens=32)
+    options = {"generation_config": greedy(14), "continuous_batching_config": config}
+    with quick(), model.continuous_batching_context_manager(**options) as manager:
+        room = manager.batch_processor.cache.room
+        lengths = {"0": room - 3, "1": 14, "2": 14, "3": 14}
+        for request, new in lengths.items():
+            manager.add_request(ids[int(request)], request_id=request, max_new_tokens=new)
+        results = [manager.get_result(timeout=60) for _ in lengths]
+    assert {x.request_id: (len(x.generated_tokens), x.error) for x in results} == {
+        request: (new, None) for request, new in lengths.items()
+    }
+
+
 @pytest.fixture
 def offloaded(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many requests went to the host's memory, and came back. It is pinned only where there is a GPU."""

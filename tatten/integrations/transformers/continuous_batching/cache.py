@@ -26,7 +26,7 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
     """
 
     max_blocks_per_request: int
-    room: int  # the most tokens that a request may have: those that an empty cache has room for
+    room: int  # the tokens that a request can have as soon as it is alone, wherever its pages lie
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -59,7 +59,7 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         """Store a request as transformers does. Log a warning for a request that is too long for an empty cache."""
         stored: bool = super().can_store_request_tokens(state, request_len, dry_run)
         tokens = state.current_len() + request_len
-        if not stored and not dry_run and state.request_id not in self._too_long and tokens > self.room:
+        if not stored and not dry_run and state.request_id not in self._too_long and not self._has_room(tokens):
             self._too_long.add(state.request_id)
             log.warning(
                 "request %s has %d tokens, more than the cache of continuous batching can hold: %d pages of %d tokens",
@@ -67,16 +67,25 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
             )
         return stored
 
+    def _has_room(self, tokens: int, scattered: bool = False) -> bool:
+        """Return True if an empty cache has room for a request of so many tokens.
+
+        Args:
+            tokens: of the request.
+            scattered: each page of a ring was taken beside pages of other requests, so it may hold a sector alone,
+                which is lost to layers of full attention. These fill all sectors that they hold before they take more.
+        """
+        sectors = 0
+        for name, allocator in self.cache_allocators.items():
+            alone = scattered and len(self.groups) > 1 and self.groups[name].window is not None
+            blocks = allocator._compute_blocks_needed(0, 0, tokens)
+            sectors += blocks if alone else ceil_div(blocks, allocator.blocks_per_sector)
+        return bool(sectors <= self.num_sectors)
+
     def _find_room(self) -> int:
         slots = max(x.num_blocks * x.tokens_per_page for x in self.cache_allocators.values())
-        room = bisect.bisect_left(range(1, slots + 2), True, key=lambda tokens: not self._has_room(tokens))
+        room = bisect.bisect_left(range(1, slots + 2), True, key=lambda n: not self._has_room(n, scattered=True))
         return room if room <= slots else sys.maxsize  # rings have room for any number of tokens
-
-    def _has_room(self, tokens: int) -> bool:
-        """Return True if an empty cache has room for a request of `tokens` tokens."""
-        allocators = self.cache_allocators.values()
-        sectors = [ceil_div(x._compute_blocks_needed(0, 0, tokens), x.blocks_per_sector) for x in allocators]
-        return bool(sum(sectors) <= self.num_sectors)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         super().free_blocks(request_id, no_cache)
