@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 INSTALL = 'install "tatten[serve]"'
+CACHE_SECONDS = 60  # the longest wait for the thread of batches to allocate its cache
 DEFAULTS = ("--continuous-batching", "--attn-implementation", "tatten")
 
 
@@ -153,8 +154,11 @@ def _guards_batches(manager: type) -> type:
 
         def _fit(self, prompt: list[int], config: Any) -> None:
             """Let a request end where the memory does, or refuse its prompt."""
-            while self._cb.batch_processor is None and self._cb.is_running():
-                time.sleep(0.01)  # the thread of the batches makes their cache
+            give_up = time.monotonic() + CACHE_SECONDS
+            while self._cb.batch_processor is None and self._cb.is_running():  # the first request only
+                if time.monotonic() > give_up:
+                    raise HTTPException(503, f"the thread of batches made no cache in {CACHE_SECONDS} s")
+                time.sleep(0.01)
             drain_queue(self._cb.output_router.output_queue)  # outputs of cancelled streams, which nobody receives
             cache = getattr(self._cb.batch_processor, "cache", None)
             if not isinstance(cache, PagedCache):

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPResponse
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,7 +231,7 @@ def test_a_text_that_outgrows_the_memory(url: str, folder: Path, expected: list[
 
 REFUSED = {
     "deepseek_v3": "must cache keys and values for continuous batching, got DeepseekV3ForCausalLM, which has latents",
-    "gemma4": "must have keys of its own in each layer for continuous batching, got Gemma4ForCausalLM",
+    "gemma4": "must have separate keys in each layer for continuous batching, got Gemma4ForCausalLM",
     "llama4": "must have layers of full or sliding attention for continuous batching, got Llama4ForCausalLM",
 }
 
@@ -286,6 +287,19 @@ def test_clients_that_leave(folder: Path) -> None:
             asyncio.run(clients(manager))
         finally:
             manager.stop()
+
+
+@serving
+def test_a_cache_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastapi import HTTPException
+
+    monkeypatch.setattr(tatten.serve, "CACHE_SECONDS", 0.05)
+    with tatten.serve.accepted_by_the_server():
+        manager = utils.CBGenerateManager(ContinuousBatchingConfig())
+        manager._cb = SimpleNamespace(batch_processor=None, is_running=lambda: True)
+        with pytest.raises(HTTPException, match=r"made no cache in 0\.05 s") as caught:
+            manager.generate_streaming(None, None, {"input_ids": [1]}, None, request_id="a")
+        assert caught.value.status_code == 503
 
 
 @serving
