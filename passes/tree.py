@@ -48,9 +48,10 @@ def find_local(call: SdpaCall, masks: Masks) -> SdpaCall | Decline | None:
 
     sharding = find_sharding(query, key, value, mask)
     if sharding is not None:
+        if (decline := _check(call, sharding)) is not None:
+            return decline
         local_key, local_value = map(masks.drafts.local_part, (call.key, call.value))
-        local = dataclasses.replace(_local(call, sharding, masks), key=local_key, value=local_value)
-        return _check(call, sharding) or local
+        return dataclasses.replace(_local(call, sharding, masks), key=local_key, value=local_value)
     keys, values = (find_segments(x, vanishing=call.vanishing) for x in (call.key, call.value))
     if len(keys) == 1 or len(keys) != len(values):
         return None
