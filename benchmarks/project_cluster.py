@@ -53,7 +53,7 @@ def fit(points: Sequence[Point]) -> tuple[float, float]:
         raise ValueError(f"`points` must be at least two, with bytes and seconds above 0, got {list(points)}")
     a = torch.stack((rounds, sizes / unit), dim=1) / seconds[:, None]
     if torch.linalg.matrix_rank(a) < 2:
-        raise ValueError(f"`points` must have two ratios of rounds to bytes, got {list(points)}")
+        raise ValueError(f"`points` must have at least two ratios of rounds to bytes, got {list(points)}")
     alpha, beta = torch.linalg.lstsq(a, torch.ones_like(seconds)[:, None], driver="gelsd").solution.flatten().tolist()
     if alpha < 0 or beta < 0:
         raise ValueError(f"alpha and beta of `points` must not be negative, got {alpha:.3g} s and {beta / unit:.3g} s")

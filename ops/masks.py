@@ -163,8 +163,8 @@ def mask_of_rows(attn_mask: Tensor, kv_batch: int, rows: Tensor) -> Tensor:
     used, plain = used_and_plain(attn_mask.flatten(1, 2))
     rows = rows.to(torch.int64).clamp(0, kv_batch - 1)
     counts = torch.zeros((2, kv_batch, used.shape[1]), dtype=torch.int32, device=used.device)
-    used_by_any, biased_for_any = counts.index_add(1, rows, torch.stack((used, ~plain)).to(torch.int32)) > 0
-    return torch.stack((used_by_any, used_by_any & ~biased_for_any), dim=1).unsqueeze(1)
+    used_by_any, not_plain_for_any = counts.index_add(1, rows, torch.stack((used, ~plain)).to(torch.int32)) > 0
+    return torch.stack((used_by_any, used_by_any & ~not_plain_for_any), dim=1).unsqueeze(1)
 
 
 def mask_rows(attn_mask: Tensor, kv_batch: int | None) -> int:

@@ -131,8 +131,8 @@ def _merge(insert: Inserter, states: list[Node]) -> Node:
 def _values(insert: Inserter, sums: Node, values: Projection, like: Tensor, autocast: torch.dtype | None) -> Node:
     """Insert the product of sums over latents with the values' weight, `[heads, rows, head_dim]`.
 
-    For values in 16 bits, on a CPU only, sums and product are in float32. Autocast would round the sums. So they are
-    split into their upper 16 bits and the remainder, and both are multiplied.
+    For values in 16 bits, on a CPU only, sums and product are in float32. Autocast would round the sums, so under it
+    they are split into their upper 16 bits and the remainder, and both are multiplied.
     """
     weight, wide = insert("transpose", _weight(insert, values), 1, 2), accumulator_dtype(like.dtype)
     rows = _rows(insert, sums)

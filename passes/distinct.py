@@ -81,7 +81,8 @@ def _before_key_indices(is_outside: Outside, _: object, block: int) -> Outside:
     return lambda number: all(is_outside(number * block + i) for i in range(block))
 
 
-# For each function that renumbers indices: from the test of numbers outside the keys after it, the test before it.
+# For each function that renumbers indices: a function that returns the test for inputs that name no key, given the test
+# for results that name no key and the function's other arguments.
 RENUMBERED: dict[object, Callable[..., Outside]] = {
     with_first: _before_with_first,
     counted_from: _before_counted_from,

@@ -77,7 +77,7 @@ def writes(node: Node) -> bool:
 def written_between(tensors: Sequence[Tensor], start: Node, stop: Node) -> Node | None:
     """Return the first node between `start` and `stop` that may write to one of `tensors`, or None."""
     if start.graph is not stop.graph or stop < start:
-        return start  # no stretch of nodes between them can be searched
+        return start  # a search forward from `start` would not reach `stop`
     tensors = [in_memory(tensor) for tensor in tensors]
     node = stop if start is stop else start.next
     while node is not stop:

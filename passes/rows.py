@@ -183,7 +183,7 @@ def _along(index: Node, dim: int, rank: int) -> tuple[Node, tuple[Node, ...]] | 
             or viewed.dim() < rank - dim
             or not known_equal(viewed.shape[dim - rank], size)
         ):
-            return None  # it isn't expanded over other dims, so the order of its numbers changes
+            return None  # not an expansion over other dims: it may repeat or reorder numbers along `dim`
         if known_equal(numbers.numel(), size) and not known_equal(viewed.numel(), size):
             return None
         views.append(index)

@@ -86,9 +86,9 @@ class Stored:
         return node
 
     def written_before(self, call: Node) -> Node | None:
-        """Return the first node before `call` that may write to `base`, to a copy of it or to an index after its read.
+        """Return the first node before `call` that may write to a tensor after the program reads it, or None.
 
-        Return None if there is no such node.
+        The tensors are `base`, copies of it, and the indices of rows and pages.
         """
         if not self.path:
             return None

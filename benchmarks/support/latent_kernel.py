@@ -20,7 +20,7 @@ RANK, ROPE = 512, 64
 SCALE = (128 + 64) ** -0.5  # of DeepSeek-V3's keys
 OURS = ("tatten", "unrounded")
 PEERS = ("fa3", "flash_mla")
-Attention = Callable[..., Tensor]  # of query, query_rope, latent and key_rope, or of what `given` makes of them
+Attention = Callable[..., Tensor]  # of query, query_rope, latent and key_rope, or of the result of `inputs_of` for them
 Prepared = tuple[Callable[[], list[Tensor]], int, float]  # a step, the number of its calls, and its error
 
 

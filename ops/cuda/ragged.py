@@ -236,8 +236,8 @@ def plan_ragged(call: MixedCall, tiles: tuple[Tiles, Tiles] | None = None, progr
                     POSITIVE_SCALE=call.score_scale > 0,
                     INT64_OFFSETS=max(x.stride(-1) * x.shape[-1] for x in (query, call.key, call.value)) >= 1 << 31,
                     PDL=pdl,
-                    # The list is complete before the previous launch begins, and this launch writes nothing that the
-                    # previous one reads.
+                    # The previous launch waits for the list before it lets this one begin, and this one writes nothing
+                    # that the previous one reads.
                     WAIT_LAST=bool(launches),
                 )
             )

@@ -140,7 +140,7 @@ def fold_partials(
     """
     BLOCK_M: tl.constexpr = SPACE[0]
     MAX_AND_SUM: tl.constexpr = SPACE[4]
-    SLOTS: tl.constexpr = 1 if SPACE[3] else 2  # slots per partial state: chunks have one, programs have two
+    SLOTS: tl.constexpr = 1 if SPACE[3] else 2  # slots of a chunk, or of a program
     first_slot, other_slots, owners = slots
     out, lse, partial_out, partial_lse, _, _, _, _ = partials
     if FOLD_WHOLE:
