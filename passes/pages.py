@@ -29,7 +29,7 @@ from tatten.passes.symbolic import (
 )
 from tatten.passes.views import Size, Walk, source_of, walks_back
 
-# On a GPU the gather stays: the kernel for pages compiles for Hopper, but has not run there yet.
+# On a GPU the gather stays: the ops for pages have run there, but no program whose gathers were rewritten.
 DEVICES = {"cpu"}
 
 
