@@ -173,7 +173,7 @@ def test_attends_where_all_is_shared(lens: list[int]) -> None:
 @interpreted
 @pytest.mark.slow
 def test_attends_with_full_row_groups_and_many_heads() -> None:
-    tables = made(random.Random(0), [[0, 1 + b] for b in range(35)], [65 + b for b in range(35)], 64, 36)
+    tables = made(random.Random(0), [[0, 1, 2 + b] for b in range(35)], [129 + b for b in range(35)], 64, 37)
     assert shared_of(tables).data[0, -1] == 2
     assert_attends(tables, torch.bfloat16, programs=3, shape={"heads": 4, "kv_heads": 1, "dim": 16})
 
