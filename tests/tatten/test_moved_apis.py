@@ -446,6 +446,8 @@ OTHERS = {
     *("_safe_softmax", "_special", "_nn", "_linalg", "_fft"),
     # of transformers' allocators, whose code is compared with the tested one: test_continuous_batching_replaced.py
     *("_kv_page_views", "_kv_token_views", "_compute_blocks_needed"),
+    # of transformers' server, which `tatten-serve` starts only in a version that was tested
+    "_cb",
     # not PyTorch's
     *("_make", "_value_", "_replace", "_asdict", "_fields"),
     # prefixes in names that `moved` is given

@@ -141,8 +141,10 @@ VARIANTS = [(d, page, x) for d in (64, 128) for page in (8, 16, 256) for x in ("
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_compiles_for_sm_90(variant: tuple[int, int, str]) -> None:
     built = compile_in_subprocess(SCRIPT, *variant)
-    # Words at the ends of a visit; with Triton 3.9 many, of which boxes of pages of 8 have up to 8 in the loop.
-    assert built["stack"] <= (48 if TRITON_3_6 else 320), "registers spill to local memory"
+    # Words at the ends of a visit, and with pages of 8 words of the producer, which has 16 entries of each of 3 tiles in
+    # 56 registers. No consumer spills in its loop under Triton 3.6. Triton 3.9 spills more.
+    most = (160 if variant[1] == 8 else 56) if TRITON_3_6 else 320
+    assert built["stack"] <= most, "registers spill to local memory"
     assert built["shared"] <= 227 * 1024
     assert built["launch_pdl"], "griddepcontrol.wait would not wait"
     assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.bf16\.bf16", built["ptx"])
