@@ -74,7 +74,7 @@ def tiles_for(
     if dim > 128:
         return Tiles(min(most_rows, (4096 if paged else 8192) // dim), 64 if dim <= 256 else 32, 8, 2)
     if q_rows <= 16 and narrow and paged:
-        return Tiles(16, 128, 4, 3, 2)
+        return Tiles(16, 64, 8, 4) if has_block_list else Tiles(16, 128, 4, 3, 2)
     if q_rows <= 16 and paged and (masked or (page < 128 and dim > 64)):
         return Tiles(16, 64, 4, 3, 2)
     if q_rows <= 16 and narrow:
@@ -88,9 +88,7 @@ def tiles_for(
         return Tiles(16, 64, 4, 2, 2) if masked and not has_block_list else Tiles(16, 128, 4, stages, 2)
     if masked and not has_block_list:
         return Tiles(min(most_rows, 64), 64, 8, 2)
-    if paged:
-        return Tiles(min(most_rows, 64), 64, 4, 3, 2)
-    if q_rows <= 64:
+    if q_rows <= 64 or paged:
         return Tiles(64, 64, 8, 3) if has_block_list and q_rows > 32 else Tiles(min(most_rows, 64), 64, 4, 3, 2)
     return Tiles(128, 64, 8, 3)
 

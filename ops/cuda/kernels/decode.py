@@ -141,7 +141,11 @@ def _decode_kernel(
     HAS_BLOCK_LIST: tl.constexpr = block_list is not None
     PAGED: tl.constexpr = PAGE > 0
     ROWS: tl.constexpr = row_groups is not None
-    RUN: tl.constexpr = HAS_LENS and not HAS_BLOCK_LIST and not WINDOW and MASK == 0 and PART != SHARED_PART
+    # Two loops over pages in float32 would spill up to 2296 bytes of registers.
+    TWO_LOOPS: tl.constexpr = not PAGED or query.dtype.element_ty != tl.float32
+    RUN: tl.constexpr = (
+        HAS_LENS and not HAS_BLOCK_LIST and not WINDOW and MASK == 0 and PART != SHARED_PART and TWO_LOOPS
+    )
     # Scores stay unscaled if only a positive factor separates them from their exponents.
     UNSCALED: tl.constexpr = POSITIVE_SCALE and MASK != 2 and not SOFTCAP and not KEY_SCALE
     # With a block list the second loop has few blocks, and long pipelines in both would spill registers of large tiles.
