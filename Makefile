@@ -35,7 +35,7 @@ demo: $(VENV)/installed
 # Processes that run tests.
 WORKERS ?= 2
 
-# Each op, pass, cache and kernel in a few of its cases, in about 5 minutes on 2 cores. Tests marked `slow` are left out,
+# Each op, pass, cache and kernel in a few of its cases, in about 10 minutes on 2 cores. Tests marked `slow` are left out,
 # and of those marked `drawn(n)` n run: each commit draws others. Plain `pytest` runs whatever it is pointed at.
 test test-ci: SEED := $(or $(SEED),$(shell git rev-parse --short HEAD))
 test: $(VENV)/installed-test
