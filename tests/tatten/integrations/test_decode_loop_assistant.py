@@ -258,7 +258,7 @@ def test_draft_models_that_a_step_can_not_run(make: Any) -> None:
     except (IndexError, RuntimeError, ValueError) as error:  # as `generate` itself raises
         seen.append(error)
     assert loop.reason is not None
-    assert ("vocabulary of 120 tokens" if make is other_vocabulary else "remember") in loop.reason
+    assert ("vocabulary of 120 tokens" if make is other_vocabulary else "remove refused drafts") in loop.reason
 
 
 def test_a_draft_model_that_does_not_compile_leaves_other_calls_alone() -> None:
