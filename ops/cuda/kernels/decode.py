@@ -141,8 +141,8 @@ def _decode_kernel(
     HAS_BLOCK_LIST: tl.constexpr = block_list is not None
     PAGED: tl.constexpr = PAGE > 0
     ROWS: tl.constexpr = row_groups is not None
-    # Two loops over pages in float32 would spill up to 2296 bytes of registers.
-    TWO_LOOPS: tl.constexpr = not PAGED or query.dtype.element_ty != tl.float32
+    # Two loops over pages in float32 would spill up to 2296 bytes. With `HALVES`, only the queries are in float32.
+    TWO_LOOPS: tl.constexpr = not PAGED or HALVES or query.dtype.element_ty != tl.float32
     RUN: tl.constexpr = (
         HAS_LENS and not HAS_BLOCK_LIST and not WINDOW and MASK == 0 and PART != SHARED_PART and TWO_LOOPS
     )
