@@ -66,8 +66,8 @@ def errors_of_passes_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def notes_of_moved_names_end_with_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later reports would have them."""
+def moved_notes_end_with_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drop the notes on moved APIs that a test makes: reports of later tests would have them."""
     monkeypatch.setattr(moved, "_notes", dict(moved._notes))
 
 

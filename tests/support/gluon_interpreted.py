@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -171,3 +175,33 @@ class Interpreted:
                 self.function(*given)
 
         return launch
+
+
+def import_with_fault(
+    patch: pytest.MonkeyPatch, names: Sequence[str], line: str, instead: str, folder: Path
+) -> list[ModuleType]:
+    """Import copies of modules, in which `instead` stands in place of a line that one of them has once.
+
+    Args:
+        names: the modules, each before those that import from it.
+        folder: the folder that the copies are written to.
+    """
+    for launcher in ("latent_sm90", "picked_sm90"):  # else their first import may be from a copy, and stay
+        importlib.import_module(f"tatten.ops.cuda.{launcher}")
+    modules, lines = [], 0
+    for name in names:
+        original = importlib.util.find_spec(name)
+        assert original is not None
+        code = Path(str(original.origin)).read_text()
+        lines += code.count(line)
+        path = folder / f"{name}.py"
+        path.write_text(code.replace(line, instead))
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, name, module)  # the next ones import from it
+        spec.loader.exec_module(module)
+        modules.append(module)
+    assert lines == 1
+    return modules

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from gluon_interpreted import Interpreted
+from gluon_interpreted import Interpreted, import_with_fault
 from poison import fresh_memory_is_poison
 from slow import slow_after, slow_but
 from torch import Tensor
@@ -187,25 +186,8 @@ NAMES = [f"{'few, ' if modules is FEW_MODULES else ''}{name}" for modules, name,
 @pytest.mark.parametrize("fault", slow_but([0, 1, 2, 12, 13, 14], range(len(ALL_FAULTS))), ids=NAMES)
 def test_a_fault_shows(fault: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one of these lines of the kernel, some order of its partitions deadlocks or gives something else."""
-    for name in ("latent_sm90", "picked_sm90"):  # else their first import would be from faulty modules, and stay
-        importlib.import_module(f"tatten.ops.cuda.{name}")
-    modules, found = [], 0
     names, _, line, instead = ALL_FAULTS[fault]
-    for name in names:
-        there = importlib.util.find_spec(name)
-        assert there is not None
-        code = Path(str(there.origin)).read_text()
-        found += code.count(line)
-        path = tmp_path / f"{name}.py"
-        path.write_text(code.replace(line, instead))
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        faulty = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, faulty)  # the next ones import from it
-        spec.loader.exec_module(faulty)
-        modules.append(faulty)
-    assert found == 1
+    modules = import_with_fault(monkeypatch, names, line, instead, tmp_path)
     torch.manual_seed(0)
     tensors, used = latents(1, 16 if names is FEW_MODULES else 66, 1, 500, "mask")
     tensors[0] = tensors[0] if tensors[0].shape[1] > 16 else tensors[0] * torch.linspace(0.99, 1.01, 512)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from compiled import FUSIBLE, compile_in_subprocess
-from gluon_interpreted import Interpreted
+from gluon_interpreted import Interpreted, import_with_fault
 from poison import fresh_memory_is_poison
 from slow import slow_after, slow_but
 
@@ -152,24 +150,7 @@ FAULTS = {
 def test_a_fault_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one of these lines of the kernel, some order of its partitions deadlocks or gives something else."""
     line, instead = FAULTS[name]
-    for name in ("latent_sm90", "picked_sm90"):  # else their first import would be from faulty modules, and stay
-        importlib.import_module(f"tatten.ops.cuda.{name}")
-    modules, found = [], 0
-    for module in MODULES:
-        there = importlib.util.find_spec(module)
-        assert there is not None
-        code = Path(str(there.origin)).read_text()
-        found += code.count(line)
-        path = tmp_path / f"{module}.py"
-        path.write_text(code.replace(line, instead))
-        spec = importlib.util.spec_from_file_location(module, path)
-        assert spec is not None
-        assert spec.loader is not None
-        faulty = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, module, faulty)  # the next ones import from it
-        spec.loader.exec_module(faulty)
-        modules.append(faulty)
-    assert found == 1
+    modules = import_with_fault(monkeypatch, MODULES, line, instead, tmp_path)
     torch.manual_seed(0)
     call, exact = picked(1, 20, 1, 500, 400, "mask")
 
