@@ -15,8 +15,9 @@ equations count. All use the same local kernel. On a GPU each is a captured CUDA
 as well, and inputs rotate through more memory than the L2 holds. Times are those of the slowest rank; medians. Before
 it is timed each is checked against float64.
 
-Of the paper's symbols b is the batch, t the keys of a rank, p the ranks, n_h the query heads. It has one d; here
-d = n_h * head_dim for tensors in the shape of the query, and kv heads * head_dim for keys and values.
+The formulas have the paper's symbols: b is the batch, t the keys of a rank, p the number of ranks, and n_h the number
+of query heads. The paper has one d. Here d is n_h * head_dim for tensors in the shape of the query, and
+kv heads * head_dim for keys and values.
 
 Table 1 times "10 tokens with prefill". The ring's prefill is a ring where each rank has an early and a late chunk, so
 that all are equally busy; the trees' is `cache.prefill`, where each has every n-th token, of a model of transformers

@@ -26,7 +26,7 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
     """
 
     max_blocks_per_request: int
-    room: int  # the tokens that a request can have as soon as it is alone, wherever its pages lie
+    room: int  # the most tokens that fit if a request is alone, wherever its pages lie
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -68,18 +68,19 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         return stored
 
     def _has_room(self, tokens: int, scattered: bool = False) -> bool:
-        """Return True if an empty cache has room for a request of so many tokens.
+        """Return True if an empty cache has room for a request.
 
         Args:
-            tokens: of the request.
-            scattered: each page of a ring was taken beside pages of other requests, so it may hold a sector alone,
-                which is lost to layers of full attention. These fill all sectors that they hold before they take more.
+            tokens: the number of tokens of the request.
+            scattered: count a sector for each page of a ring. Pages that were taken while other requests ran may lie
+                in different sectors, and layers of full attention cannot use the rest of a ring's sector. Layers of
+                full attention fill their sectors before they take more.
         """
         sectors = 0
         for name, allocator in self.cache_allocators.items():
-            alone = scattered and len(self.groups) > 1 and self.groups[name].window is not None
+            sector_per_block = scattered and len(self.groups) > 1 and self.groups[name].window is not None
             blocks = allocator._compute_blocks_needed(0, 0, tokens)
-            sectors += blocks if alone else ceil_div(blocks, allocator.blocks_per_sector)
+            sectors += blocks if sector_per_block else ceil_div(blocks, allocator.blocks_per_sector)
         return bool(sectors <= self.num_sectors)
 
     def _find_room(self) -> int:
