@@ -88,8 +88,8 @@ def accepted_by_the_server() -> Iterator[None]:
     from transformers.cli.serving import model_manager, utils
 
     originals = model_manager.ModelManager, utils.CBGenerateManager
-    model_manager.ModelManager = _loads_tatten(originals[0])
-    utils.CBGenerateManager = _guards_batches(originals[1])
+    replacements = _loads_tatten(originals[0]), _guards_batches(originals[1])  # either may exit
+    model_manager.ModelManager, utils.CBGenerateManager = replacements
     try:
         yield
     finally:
