@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.call import Attend, AttentionCall, KeyValue
+from tatten.ops.cpu import thresholds
 from tatten.ops.cpu.page_copies import keys_between
 from tatten.ops.layout import fold_sequences, unfold_sequences
 from tatten.ops.page_runs import BEGINS, ENTRY_STOPS, LEADERS, LEVELS, ORDER, STARTS, STOPS, shared_pages_reference
@@ -34,8 +35,11 @@ class Group:
     stops: list[int]
 
 
-def groups_of(data: Tensor, kv_len: int) -> list[Group]:
-    """Join the row groups of `tatten::shared_pages` that read the same keys; no key is beyond `kv_len`."""
+def groups_of(data: Tensor, lens: list[int], kv_len: int) -> list[Group]:
+    """Join the row groups of `tatten::shared_pages` that read the same keys; no key is beyond `kv_len`.
+
+    Sequences without keys are left out, but may be leaders.
+    """
     leaders, begins, order, starts, stops, entry_stops = (
         data[row].tolist() for row in (LEADERS, BEGINS, ORDER, STARTS, STOPS, ENTRY_STOPS)
     )
@@ -48,9 +52,25 @@ def groups_of(data: Tensor, kv_len: int) -> list[Group]:
         if last is None or (last.level, last.leader) != (level, leaders[i]):
             last = Group(level, leaders[i], starts[i], min(stops[i], kv_len), [], [])
             groups.append(last)
-        last.members += [entry % batch for entry in entries]
-        last.stops += [min(entry_stops[entry], kv_len) for entry in entries]
-    return groups
+        with_keys = [entry for entry in entries if lens[entry % batch] > 0]
+        last.members += [entry % batch for entry in with_keys]
+        last.stops += [min(entry_stops[entry], kv_len) for entry in with_keys]
+    return [group for group in groups if group.members]
+
+
+def worth_sharing(groups: Iterable[Group], stored: KeyValue) -> bool:
+    """Return True if reading shared keys once saves more time than the calls over them and the merges take."""
+    _, kv_heads, _, head_dim = stored.key.shape
+    key_bytes = kv_heads * (head_dim + stored.value.shape[3]) * stored.key.element_size()
+    saved = cost = 0
+    for group in groups:
+        start = group.start
+        for stop in sorted(set(group.stops)):
+            members = sum(end >= stop for end in group.stops)
+            saved += (members - 1) * (stop - start) * key_bytes
+            cost += (members + 4) * thresholds.CPU.shared_bytes
+            start = stop
+    return saved > cost
 
 
 def merge_groups(

@@ -20,6 +20,8 @@ class Thresholds:
     packed_rows: int = 64
     # The bytes of a block of latents, in the dtype of sums, for each core, so that it stays in the cache.
     block_bytes: int = 1 << 21
+    # A call over keys that `m` sequences share, and its merge, take as long as reading this `m + 4` times.
+    shared_bytes: int = 1 << 19
 
 
 CPU = Thresholds()

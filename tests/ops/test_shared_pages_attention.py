@@ -14,10 +14,15 @@ from torch import Tensor
 from torch.library import opcheck
 
 import tatten
-from tatten.ops.cpu import page_copies
+from tatten.ops.cpu import page_copies, thresholds
 from tatten.ops.cpu import pages as pages_on_cpu
 from tatten.ops.page_runs import OWN
 from tatten.ops.reference import decode_attention_reference
+
+
+@pytest.fixture(autouse=True)
+def all_runs_are_worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thresholds.CPU, "shared_bytes", 0)
 
 
 def assert_same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], tolerance: float = 1e-12) -> None:
@@ -88,6 +93,17 @@ def test_a_shared_page_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = shared_of(tables)
     assert seen_keys(inputs, monkeypatch, shared_pages=shared) == 128 + sum(72 + b for b in range(40))
     assert seen_keys(inputs, monkeypatch) == sum(200 + b for b in range(40))
+
+
+def test_short_runs_are_read_for_each_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call over shared keys and a merge take longer than reading a few keys again."""
+    tables = made(random.Random(0), [[0, 1, 2, 3 + b] for b in range(40)], [200] * 40, 64, 50)
+    inputs, shared = inputs_of(tables), shared_of(tables)
+    saved = 39 * 128 * (2 * 2 * 8 * 8)
+    monkeypatch.setattr(thresholds.CPU, "shared_bytes", saved // 44 - 1)
+    assert seen_keys(inputs, monkeypatch, shared_pages=shared) == 128 + 40 * 72
+    monkeypatch.setattr(thresholds.CPU, "shared_bytes", saved // 44 + 1)
+    assert seen_keys(inputs, monkeypatch, shared_pages=shared) == 40 * 200
 
 
 @pytest.mark.parametrize("variant", [{"window": 100}, {"attn_mask": None}, {"batch_invariant": True}])
