@@ -3,6 +3,7 @@
     python benchmarks/shared_pages.py --device cuda
     python benchmarks/shared_pages.py --device cpu            # small shapes
     python benchmarks/shared_pages.py --section finding
+    python benchmarks/shared_pages.py --section chunk         # on a CPU only
 
     shared      a prefix that all sequences share, and trees of two levels. `shared` reads block tables of sequences in
                 shuffled order with `shared_pages`, found beforehand; `paged` reads the same without; `segments` is
@@ -10,6 +11,8 @@
                 once for all layers
     finding     `tatten.shared_pages` alone, for tables with a shared first half and for tables that share nothing; and
                 attention to tables that share nothing, with `shared_pages` and without
+    chunk       the tables of the first section in a mixed batch: one sequence has 128 queries, each of the others one.
+                `shared` is `tatten.paged_attention` with `shared_pages`, and `paged` without. On a GPU they are equal
 
 On a GPU each candidate is a captured CUDA graph of several calls, which cycle through pages that the L2 cannot hold.
 Before it is timed, it is checked against float64 on two sequences. The candidates take turns, and medians are shown in
@@ -34,6 +37,7 @@ from tatten.ops.reference import decode_attention_reference
 
 LAYERS = 32
 MOST = {"shared": 1.10, "find": 20.0, "nothing shared": 3.0}  # ratio to segments; microseconds; microseconds more
+CHUNK = 128  # the queries of a chunk
 Level = tuple[int, int]  # its rows, and the keys of each
 Attend = Callable[[int], Tensor]  # of the number of a copy
 
@@ -152,6 +156,36 @@ class Problem:
         return max(errors)
 
 
+class MixedProblem(Problem):
+    """The same tables, where the first sequence has `CHUNK` queries and each of the others one."""
+
+    def __init__(self, tree: Tree, device: str) -> None:
+        super().__init__(tree, device)
+        first = torch.arange(tree.batch, device=device, dtype=torch.int32) + CHUNK
+        self.starts = torch.cat((first[:1] - CHUNK, first))
+        shape = CHUNK + tree.batch - 1, tree.q_heads, tree.head_dim
+        self.tokens = torch.randn(shape, device=device, dtype=self.q.dtype)
+
+    def candidates(self) -> dict[str, Attend]:
+        shared = [self.find(i) for i in range(self.copies)]
+
+        def attend(i: int, pages: list[tatten.SharedPages | None]) -> Tensor:
+            given = self.tokens, *self.pools, self.tables[i], self.starts, self.lens
+            return tatten.paged_attention(*given, shared_pages=pages[i])
+
+        return {
+            "shared": lambda i: attend(i, [*shared]),
+            "paged": lambda i: attend(i, [None] * self.copies),
+            "find": lambda i: self.find(i).data,
+        }
+
+    def error(self, name: str, out: Tensor) -> float:
+        """Return the largest relative error of the last two sequences of copy 0."""
+        query, rows = self.tokens[-2:, :, None], {"kv_lens": self.lens[-2:], "block_table": self.tables[0, -2:]}
+        want, _ = decode_attention_reference(query, *self.pools, **rows)
+        return relative_error(out[-2:, :, None].double(), want)
+
+
 def measure(problem: Problem, rounds: int, names: tuple[str, ...] = ()) -> dict[str, float]:
     """Return the microseconds of each candidate; a RuntimeError names one that is wrong."""
     steps, copies = {}, [*range(problem.copies)]
@@ -183,6 +217,17 @@ def measure_shared(device: str, rounds: int) -> list[dict]:
         print(f"{tree.name:>45}  {cells}  {ratio:.3f} of segments", flush=True)
         if device == "cuda":
             torch.cuda.empty_cache()
+    return rows
+
+
+def measure_chunk(device: str, rounds: int) -> list[dict]:
+    rows = []
+    for tree in trees(device):
+        us = measure(MixedProblem(tree, device), rounds)
+        ratio = (us["shared"] + us["find"] / LAYERS) / us["paged"]
+        rows.append({"section": "chunk", "name": tree.name, **asdict(tree), "us": us, "ratio": ratio})
+        cells = "  ".join(f"{name} {x:.1f}" for name, x in us.items())
+        print(f"{tree.name:>45}  {cells}  {ratio:.3f} of paged, beside a chunk of {CHUNK}", flush=True)
     return rows
 
 
@@ -221,7 +266,8 @@ def bars(rows: list[dict]) -> dict[str, tuple[float, float]]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--section", nargs="*", default=["shared", "finding"], choices=["shared", "finding"])
+    sections = ["shared", "finding", "chunk"]
+    parser.add_argument("--section", nargs="*", default=sections, choices=sections)
     args = parser.parse_args()
     torch.manual_seed(0)
     rate = read_rate(args.device)
@@ -232,6 +278,8 @@ def main() -> None:
             rows += measure_shared(args.device, args.rounds)
         if "finding" in args.section:
             rows += measure_finding(args.device, args.rounds)
+        if "chunk" in args.section and args.device == "cpu":
+            rows += measure_chunk(args.device, args.rounds)
     figures = bars(rows)
     for what, (figure, bound) in figures.items():
         verdict = f", at most {bound:.2f} is asked for: {'yes' if figure <= bound else 'NO'}" * (args.device == "cuda")

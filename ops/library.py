@@ -58,7 +58,7 @@ for _schema in (
     "bool batch_invariant=False, Tensor?[]? indices=None, int index_block=1) -> (Tensor out, Tensor lse)",
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor cu_seqlens_q, Tensor kv_lens, "
     "*, float? scale=None, int? window=None, float? softcap=None, Tensor? sinks=None, Tensor? key_scale=None, "
-    "Tensor? value_scale=None, bool batch_invariant=False) -> (Tensor out, Tensor lse)",
+    "Tensor? value_scale=None, bool batch_invariant=False, Tensor? shared_pages=None) -> (Tensor out, Tensor lse)",
     "row_groups(Tensor rows, SymInt kv_batch, SymInt queries) -> Tensor",
     "block_mask(Tensor attn_mask, SymInt? kv_batch=None, Tensor? rows=None, bool every_block=False) -> Tensor",
     "block_list(Tensor attn_mask, SymInt kv_batch, bool every_block=False) -> Tensor",

@@ -38,6 +38,7 @@ class MixedCall(NamedTuple):
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
     batch_invariant: bool = False
+    shared_pages: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -52,20 +53,21 @@ class MixedCall(NamedTuple):
     def score_scale(self) -> float:
         return self.query.shape[2] ** -0.5 if self.scale is None else self.scale
 
-    def sequences(self, query: Tensor, block_table: Tensor, kv_lens: Tensor) -> AttentionCall:
+    def sequences(
+        self, query: Tensor, block_table: Tensor, kv_lens: Tensor, shared_pages: Tensor | None = None
+    ) -> AttentionCall:
         """Return a call of `decode_attention` over the same pools, with other queries, tables and lengths."""
         key, value = heads_first(self.key), heads_first(self.value)
         key_scale, value_scale = (x if x is None else heads_first(x) for x in (self.key_scale, self.value_scale))
-        stored = KeyValue(
-            key, value, kv_lens=kv_lens, key_scale=key_scale, value_scale=value_scale, block_table=block_table
-        )
+        pages = {"kv_lens": kv_lens, "block_table": block_table, "shared_pages": shared_pages}
+        stored = KeyValue(key, value, key_scale=key_scale, value_scale=value_scale, **pages)
         softmax = self.scale, self.window, self.softcap, self.sinks
         return AttentionCall(MIXED, query, (stored,), *softmax, batch_invariant=self.batch_invariant)
 
     def one_query_each(self) -> AttentionCall:
         """Return the call with the first token as the query of every sequence: for checks."""
         first = self.query.narrow(0, 0, 1).unsqueeze(2)
-        return self.sequences(first.expand(self.batch, -1, -1, -1), self.block_table, self.kv_lens)
+        return self.sequences(first.expand(self.batch, -1, -1, -1), self.block_table, self.kv_lens, self.shared_pages)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
 from tatten.ops.keywords import names_keywords
+from tatten.ops.shared_pages import SharedPages, data_of_pages
 from tatten.ops.validation import check_tensors
 
 
@@ -28,6 +29,7 @@ def paged_attention(
     key_scale: Tensor | None = ...,
     value_scale: Tensor | None = ...,
     batch_invariant: bool = ...,
+    shared_pages: SharedPages | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -46,6 +48,7 @@ def paged_attention(
     key_scale: Tensor | None = ...,
     value_scale: Tensor | None = ...,
     batch_invariant: bool = ...,
+    shared_pages: SharedPages | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @names_keywords
@@ -64,6 +67,7 @@ def paged_attention(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     batch_invariant: bool = False,
+    shared_pages: SharedPages | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute causal attention of a mixed batch: any number of new tokens per sequence, over keys in pages.
@@ -91,6 +95,9 @@ def paged_attention(
         window: number of keys, at least 1, that a query attends to: those up to and including its own position.
         batch_invariant: make each sequence's result bitwise equal to that of a call without the other sequences. On a
             CPU `softcap` is not supported with it.
+        shared_pages: the result of `tatten.shared_pages` for `block_table` and `kv_lens`, so that pages that sequences
+            share are read once for all of them that have one query. Results are the same up to rounding. Ignored with
+            `window` or `batch_invariant`, and on a GPU.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:
@@ -124,6 +131,7 @@ def paged_attention(
         "key_scale": key_scale,
         "value_scale": value_scale,
         "batch_invariant": batch_invariant or None,
+        "shared_pages": None if shared_pages is None else data_of_pages(shared_pages, block_table, key),
     }
     # The dispatcher spends time on each argument, even on a default.
     arguments = {name: x for name, x in options.items() if x is not None}

@@ -40,9 +40,9 @@ def shared_pages(
 ) -> SharedPages:
     """Find the pages that several sequences have in the same places, so that attention reads them once.
 
-    Call it once a step, and pass the result to `tatten.decode_attention` of every layer. Attention gives the same
-    results without it, but reads a shared page for each sequence that has it. On a GPU the tables stay there: the host
-    reads nothing, and a captured CUDA graph serves tables of any contents.
+    Call it once a step, and pass the result to `tatten.decode_attention` or `tatten.paged_attention` of every layer.
+    Attention gives the same results without it, but reads a shared page for each sequence that has it. On a GPU the
+    tables stay there: the host reads nothing, and a captured CUDA graph serves tables of any contents.
 
     Sequences share what lies before the first 128 keys, or the first page if that is larger, that differ. They may
     share it with one group of sequences, and what follows with another: a system prompt and a question, or a question

@@ -1,8 +1,8 @@
-"""Mixed batches on a CPU: one sequence after the other, over a copy of its pages.
+"""Mixed batches on a CPU: a decode step of the sequences with one query, then each other sequence over its own pages.
 
-Few queries attend as in a decode step. Many queries without a window take PyTorch's kernel twice: once over the keys
-before the new tokens, which all of them see, and once over the new tokens, with its causal flag. All other calls go
-through blocks of queries, so that no mask has all queries and all keys.
+Many queries without a window take PyTorch's kernel twice: once over the keys before the new tokens, which all of them
+see, and once over the new tokens, with its causal flag. All other calls go through blocks of queries, so that no mask
+has all queries and all keys.
 """
 
 from __future__ import annotations
@@ -31,17 +31,36 @@ def paged_attention(call: MixedCall) -> State:
     if call.batch_invariant:
         check_batch_invariant(each)
     (stored,), (starts, lens) = each.segments, read_lengths(call)
-    first_pages = [_first_page(call, stop - start, n) for start, stop, n in zip(starts, starts[1:], lens, strict=False)]
-    room = room_for(stored, max(ceil_div(n, call.key.shape[1]) - x for n, x in zip(lens, first_pages, strict=True)))
+    q_lens = [stop - start for start, stop in itertools.pairwise(starts)]
     n_tokens, q_heads, _ = call.query.shape
     out = call.query.new_zeros((n_tokens, q_heads, call.value.shape[3]))
     lse = call.query.new_full((n_tokens, q_heads), NEG_INF, dtype=accumulator_dtype(call.query.dtype))
-    for b, (start, stop) in enumerate(itertools.pairwise(starts)):
-        if start < stop:
-            keys = _in_order(stored, b, first_pages[b], lens[b], room)
-            state = _attend_sequence(call, call.query[start:stop], keys)
-            out[start:stop], lse[start:stop] = state[0][0].transpose(0, 1), state[1][0].T
+    if decodes := [b for b, q_len in enumerate(q_lens) if q_len == 1]:
+        tokens = [starts[b] for b in decodes]
+        out[tokens], lse[tokens] = _attend_decodes(call, starts, decodes)
+    chunks = [b for b, q_len in enumerate(q_lens) if q_len > 1]
+    first_pages = {b: _first_page(call, q_lens[b], lens[b]) for b in chunks}
+    room = room_for(stored, max((ceil_div(lens[b], call.key.shape[1]) - first_pages[b] for b in chunks), default=0))
+    for b in chunks:
+        of_b = slice(starts[b], starts[b + 1])
+        keys = _in_order(stored, b, first_pages[b], lens[b], room)
+        state = _attend_sequence(call, call.query[of_b], keys)
+        out[of_b], lse[of_b] = state[0][0].transpose(0, 1), state[1][0].T
     return out, lse
+
+
+def _attend_decodes(call: MixedCall, starts: list[int], decodes: list[int]) -> State:
+    """Return the state of the sequences `decodes`, which have one query each, as a decode step computes it.
+
+    The other sequences take part without keys, so that `shared_pages` counts the same sequences as the batch.
+    """
+    takes_part = torch.zeros(call.batch, dtype=torch.bool)
+    takes_part[decodes] = True
+    first = torch.tensor(starts[:-1]).clamp(max=call.query.shape[0] - 1)  # the last sequences may have no queries
+    lens = torch.where(takes_part, call.kv_lens, 0)
+    step = call.sequences(call.query[first].unsqueeze(2), call.block_table, lens, call.shared_pages)
+    out, lse = decode_attention(step)
+    return out[decodes].squeeze(2), lse[decodes].squeeze(2)
 
 
 def _first_page(call: MixedCall, q_len: int, length: int) -> int:
@@ -50,13 +69,13 @@ def _first_page(call: MixedCall, q_len: int, length: int) -> int:
 
 
 def _attend_sequence(call: MixedCall, query: Tensor, stored: KeyValue) -> State:
-    """Return the state `[1, q_heads, queries, value_dim]` of a sequence's queries."""
+    """Return the state `[1, q_heads, queries, value_dim]` of a sequence's queries, two or more."""
     query = query.transpose(0, 1)[None]
     q_len = query.shape[2]
     kv_len = stored.key.shape[2]
     keyless = max(0, q_len - kv_len)  # the first queries, of negative positions
     window = kv_len if call.window is None else min(call.window, kv_len)
-    causal = call if q_len == 1 else call._replace(window=max(1, window))
+    causal = call._replace(window=max(1, window))
     if q_len - keyless <= FEW or not _takes_flash(call, query[:, :, keyless:], stored, window):
         step = FEW if q_len <= FEW else BLOCK
         blocks = [_attend_block(causal, query[:, :, i : i + step], stored, q_len - i) for i in range(0, q_len, step)]

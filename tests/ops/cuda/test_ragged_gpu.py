@@ -118,6 +118,15 @@ def test_one_captured_graph_serves_any_lengths(page: int, variant: dict[str, Any
         torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
 
 
+def test_shared_pages_are_ignored() -> None:
+    inputs = pages(700, 12, 16, 64, 300)
+    refill(inputs, torch.Generator().manual_seed(0))
+    inputs["block_table"][1:, :16] = inputs["block_table"][:1, :16]
+    given = {name: inputs[name] for name in ("block_table", "kv_lens")}
+    shared = tatten.shared_pages(**given, n_pages=inputs["key"].shape[0], page_size=16)
+    assert torch.equal(tatten.paged_attention(**inputs, shared_pages=shared), tatten.paged_attention(**inputs))
+
+
 def test_offsets_beyond_32_bits() -> None:
     inputs = pages(301, 2, 16, 64, 1)
     pool = torch.empty(150_000, 2, 16, 8, 128, device="cuda", dtype=torch.bfloat16)  # 4.9e9 numbers

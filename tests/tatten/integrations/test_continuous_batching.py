@@ -64,6 +64,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def paged(*args: Any, **kwargs: Any) -> Any:
         counts["paged"] += 1
+        if (shared := kwargs.get("shared_pages")) is not None:
+            counts["shared beside chunks"] += int(shared.data[LEADERS, -1])
         return original["paged_attention"](*args, **kwargs)
 
     def merge(*args: Any) -> Any:
@@ -131,6 +133,15 @@ def test_forks_read_shared_pages_once(calls: Counter[str]) -> None:
     assert calls["found"] == NEW
     assert calls["sharing"] == calls["decode"] == NEW * layers
     assert calls["shared"] == NEW * layers  # one group of 4, which share 128 keys
+
+
+def test_forks_beside_a_chunk_read_shared_pages_once(calls: Counter[str]) -> None:
+    """The chunks of the second prompt are in steps with the forks of the first."""
+    model, ids = build("llama"), prompts((140, 200))
+    want = expected(model, ids, NEW)
+    got = run(model, ids, greedy(NEW, 4), page_size=8, max_batch_tokens=64)
+    assert got == [tokens for tokens in want for _ in range(4)]
+    assert calls["shared beside chunks"] > 0
 
 
 def test_nothing_is_sought_where_nothing_can_be_shared(calls: Counter[str]) -> None:

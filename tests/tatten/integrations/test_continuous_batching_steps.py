@@ -13,7 +13,13 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tatten.integrations.transformers.continuous_batching.attention import LayerPages, attention
-from tatten.integrations.transformers.continuous_batching.steps import Step, chunk_step, decode_step, ring_step
+from tatten.integrations.transformers.continuous_batching.steps import (
+    ChunkStep,
+    Step,
+    chunk_step,
+    decode_step,
+    ring_step,
+)
 from tatten.integrations.transformers.continuous_batching.tables import STATE, LayerGroup
 
 STRIDE, KV_HEADS, Q_HEADS, DIM = 3, 2, 4, 8
@@ -135,8 +141,10 @@ def make(batch: Batch, padding: int, empty: bool = False) -> tuple[Callable[...,
 @pytest.mark.parametrize("requests", PASTS_AND_NEW)
 def test_chunks(requests: str, window: int | None, page: int, padding: int) -> None:
     batch = Batch([Request(*x) for x in PASTS_AND_NEW[requests]], page, window)
-    step, tables = make(batch, padding)
-    out = batch.attend(step(*tables), padding)
+    make_step, tables = make(batch, padding)
+    step = make_step(*tables)
+    assert not isinstance(step, ChunkStep) or (step.shared is not None) is (window is None)
+    out = batch.attend(step, padding)
     torch.testing.assert_close(out, batch.expected(), atol=1e-5, rtol=0)
     batch.check_stored()
 

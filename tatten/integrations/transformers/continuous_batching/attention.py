@@ -82,6 +82,7 @@ def attention(
     pages.write(key, value)
     if isinstance(step, ChunkStep):
         options = softmax | {"window": None if step.window else sliding_window, "sinks": s_aux}
+        options["shared_pages"] = step.shared
         out = paged_attention(query, pages.key, pages.value, step.table, step.starts, step.lens, **options)
         return out[None], None
     # In a ring, the new key has replaced the key that left the window, so all keys count.

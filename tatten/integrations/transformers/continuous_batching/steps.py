@@ -43,12 +43,14 @@ class ChunkStep:
         slots: int64 `[tokens]`, as in `DecodeStep`.
         starts: int32 `[batch + 1]`: where the tokens of each request begin.
         table, lens, window: as in `DecodeStep`.
+        shared: the pages that requests with one token share, or None if they can't share any.
     """
 
     slots: Tensor
     starts: Tensor
     table: Tensor
     lens: Tensor
+    shared: SharedPages | None
     window: int | None
 
 
@@ -88,10 +90,8 @@ def decode_step(rows: Tensor, group: LayerGroup) -> DecodeStep:
     if group.window is not None:
         blocks, lens = blocks[:, : ceil_div(group.window, group.page_size)], lens.clamp(max=group.window)
     table = blocks * group.stride
-    shared = None
-    if group.shares and rows.shape[0] > 1:
-        shared = shared_pages(table, lens, n_pages=group.n_pages, page_size=group.page_size)
-    return DecodeStep(torch.where(slots < 0, group.trash, slots).to(torch.int64), table, lens, shared, group.window)
+    slots = torch.where(slots < 0, group.trash, slots).to(torch.int64)
+    return DecodeStep(slots, table, lens, _shared(table, lens, group), group.window)
 
 
 def chunk_step(
@@ -108,13 +108,22 @@ def chunk_step(
     """
     lens = key_starts[1:] - key_starts[:-1]
     columns = torch.arange(ceil_div(longest, group.page_size), device=slots.device)
-    if reads.numel():
-        entries = _first_blocks(lens, group)[:, None] + columns
-        table = reads[entries.clamp(max=reads.shape[0] - 1)] * group.stride
-    else:  # all keys are new, so the slot of the first token in a page names the page
+    if not reads.numel():  # all keys are new, so the slot of the first token in a page names the page
         tokens = starts[:-1, None] + columns * group.page_size
         table = slots[tokens.clamp(max=slots.shape[0] - 1)] // group.page_size
-    return ChunkStep(slots, starts, table.to(torch.int32), lens, group.window)
+        return ChunkStep(slots, starts, table.to(torch.int32), lens, None, group.window)
+    entries = _first_blocks(lens, group)[:, None] + columns
+    table = (reads[entries.clamp(max=reads.shape[0] - 1)] * group.stride).to(torch.int32)
+    # On a GPU, mixed batches read each request's own pages.
+    shared = _shared(table, lens, group) if table.device.type == "cpu" else None
+    return ChunkStep(slots, starts, table, lens, shared, group.window)
+
+
+def _shared(table: Tensor, lens: Tensor, group: LayerGroup) -> SharedPages | None:
+    """Find the pages that requests share, or return None if they can't share any."""
+    if not group.shares or table.shape[0] == 1:
+        return None
+    return shared_pages(table, lens, n_pages=group.n_pages, page_size=group.page_size)
 
 
 def ring_step(

@@ -1,0 +1,208 @@
+"""`paged_attention` with `shared_pages`: the same results as without, for any tables and any numbers of queries."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from paged_calls import POOLS
+from shared_tables import Tables, drawn, inputs_of, made, shared_of, tree
+from slow import slow_but
+from torch import Tensor
+from torch.library import opcheck
+
+import tatten
+from tatten.ops.cpu import page_copies, thresholds
+from tatten.ops.cpu import pages as pages_on_cpu
+from tatten.ops.page_runs import OWN
+from tatten.ops.reference import paged_attention_reference
+
+
+@pytest.fixture(autouse=True)
+def all_runs_are_worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thresholds.CPU, "shared_bytes", 0)
+
+
+def mixed_inputs(tables: Tables, q_lens: list[int], padding: int = 0, **shape: Any) -> dict[str, Any]:
+    inputs = inputs_of(tables, **shape)
+    heads, dim = inputs["query"].shape[1], inputs["query"].shape[3]
+    query = torch.randn(max(1, sum(q_lens) + padding), heads, dim, dtype=inputs["query"].dtype)
+    starts = torch.tensor([0, *q_lens]).cumsum(0).int()
+    return inputs | {"query": query, "cu_seqlens_q": starts}
+
+
+def assert_same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], tolerance: float = 1e-12) -> None:
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("n", slow_but([150], [150, 2000]))
+def test_random_tables(n: int) -> None:
+    rng, sharing_decodes = random.Random(n), 0
+    for seed in range(n):
+        torch.manual_seed(seed)
+        tables = drawn(rng, most=12)
+        q_lens = rng.choices((0, 1, 1, 1, 2, 20), k=len(tables.lens))
+        inputs = mixed_inputs(tables, q_lens, rng.choice((0, 0, 3)), layout=rng.choice(POOLS))
+        variant: dict[str, Any] = {}
+        if rng.random() < 0.3:
+            variant["sinks"] = torch.randn(4, dtype=torch.float64)
+        if rng.random() < 0.3:
+            variant["softcap"] = 3.0
+        if rng.random() < 0.3:
+            variant["scale"] = -0.3
+        shared = shared_of(tables)
+        got = tatten.paged_attention(**inputs, **variant, shared_pages=shared, return_lse=True)
+        assert_same(got, paged_attention_reference(**inputs, **variant))
+        own = shared.data[OWN].tolist()
+        sharing_decodes += any(q_len == 1 and own[b] for b, q_len in enumerate(q_lens))
+    assert sharing_decodes > n // 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(dtype: torch.dtype) -> None:
+    tables = tree(random.Random(1), 12)
+    inputs = mixed_inputs(tables, [1] * 11 + [20], dtype=dtype)
+    got = tatten.paged_attention(**inputs, shared_pages=shared_of(tables), return_lse=True)
+    assert got[0].dtype == dtype
+    assert got[1].dtype == torch.float32
+    assert all(x.is_contiguous() for x in got)
+    assert_same(got, paged_attention_reference(**inputs), 2e-6 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("per_key", [False, True])
+def test_scales_of_keys_in_8_bits(per_key: bool) -> None:
+    inputs = mixed_inputs(tables := tree(random.Random(2), 6), [1, 1, 3, 1, 1, 1])
+    for name in ("key", "value"):
+        pool = inputs[name].nan_to_num(0.0).mul(20).to(torch.int8)
+        inputs |= {name: pool, f"{name}_scale": torch.rand(pool.shape[:3] if per_key else pool.shape[2:3])}
+    got = tatten.paged_attention(**inputs, shared_pages=shared_of(tables), return_lse=True)
+    assert_same(got, paged_attention_reference(**inputs))
+
+
+def keys_copied(monkeypatch: pytest.MonkeyPatch, **call: Any) -> int:
+    """Return the number of keys that decode steps of a call copy."""
+    copied = 0
+    copy = page_copies.copy_pages
+
+    def counted(stored: Any, pages: Tensor, named: Tensor, keys: slice, room: Any) -> Any:
+        nonlocal copied
+        copied += keys.stop  # from the first page's first key
+        return copy(stored, pages, named, keys, room)
+
+    monkeypatch.setattr(pages_on_cpu, "copy_pages", counted)
+    tatten.paged_attention(**call)
+    return copied
+
+
+CHUNKS = [  # the numbers of queries of 6 sequences: where the chunk is the leader, in the middle, or absent
+    [5, 1, 1, 1, 1, 1],
+    [1, 1, 0, 5, 1, 1],
+    [1] * 6,
+]
+
+
+@pytest.mark.parametrize("q_lens", CHUNKS)
+def test_decode_steps_read_a_shared_page_once(q_lens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = made(random.Random(0), [[0, 1, 2, 3 + b] for b in range(6)], [200 + b for b in range(6)], 64, 10)
+    inputs, decodes = mixed_inputs(tables, q_lens), [b for b in range(6) if q_lens[b] == 1]
+    assert keys_copied(monkeypatch, **inputs) == sum(200 + b for b in decodes)
+    shared = shared_of(tables)
+    assert keys_copied(monkeypatch, **inputs, shared_pages=shared) == 128 + sum(72 + b for b in decodes)
+    got = tatten.paged_attention(**inputs, shared_pages=shared, return_lse=True)
+    assert_same(got, paged_attention_reference(**inputs))
+
+
+@pytest.mark.parametrize("variant", [{"window": 100}, {"batch_invariant": True}])
+def test_calls_without_a_use_for_it_ignore_it(variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = made(random.Random(0), [[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 2, 6]], [256, 256, 250], 64, 7)
+    inputs = mixed_inputs(tables, [1, 1, 4]) | variant
+    with_it = tatten.paged_attention(**inputs, shared_pages=shared_of(tables), return_lse=True)
+    without = tatten.paged_attention(**inputs, return_lse=True)
+    assert all(torch.equal(x, y) for x, y in zip(with_it, without, strict=True))
+    copied = keys_copied(monkeypatch, **inputs)
+    assert keys_copied(monkeypatch, **inputs, shared_pages=shared_of(tables)) == copied
+
+
+def test_nan_of_a_sequence_stays_its_own() -> None:
+    tables = made(random.Random(0), [[0, 1, 2, 3], [0, 4, 5, 6], [0, 1, 2, 7]], [256, 256, 256], 64, 8)
+    inputs = mixed_inputs(tables, [30, 1, 1])
+    inputs["value"][inputs["block_table"][0, 3].long()] = torch.nan  # a page of the chunk alone, which leads the others
+    out = tatten.paged_attention(**inputs, shared_pages=shared_of(tables))
+    assert out[:30].isnan().all()
+    want, _ = paged_attention_reference(**inputs)
+    torch.testing.assert_close(out[30:], want[30:])
+
+
+def test_sequences_may_grow() -> None:
+    tables = made(random.Random(0), [[0, 1, 2, 3], [0, 1, 4, 5]], [140, 160], 64, 6)
+    shared, later = shared_of(tables), Tables(tables.table, tables.lens + 80, tables.n_pages, 64)
+    inputs = mixed_inputs(later, [1, 1])
+    got = tatten.paged_attention(**inputs, shared_pages=shared, return_lse=True)
+    assert_same(got, paged_attention_reference(**inputs))
+
+
+def test_bad_input() -> None:
+    tables = made(random.Random(0), [[0, 1, 2, 3], [0, 1, 4, 5]], [140, 160], 64, 6)
+    inputs, shared = mixed_inputs(tables, [1, 1]), shared_of(tables)
+
+    def says(error: type[Exception], *texts: str, **changed: Any) -> None:
+        with pytest.raises(error) as raised:
+            tatten.paged_attention(**inputs | {"shared_pages": shared} | changed)
+        assert not [x for x in ("`shared_pages`", *texts) if x not in str(raised.value)]
+
+    says(TypeError, "tatten.shared_pages", "got Tensor", shared_pages=shared.data)
+    columns = tables.table.shape[1]
+    says(
+        ValueError,
+        "3 pages",
+        f"got one of {columns}",
+        block_table=tables.table[:, :3].contiguous(),
+        kv_lens=torch.tensor([1, 1]),
+    )
+    pools = {name: inputs[name].view(-1, 32, 2, 8) for name in ("key", "value")}
+    says(ValueError, "32 keys", "got one of 64", **pools)
+    data = shared.data
+    says(ValueError, "int32", "(9, 5)", "(9, 4)", shared_pages=tatten.SharedPages(data[:, :4], columns, 64))
+    says(ValueError, "int32", "torch.int64", shared_pages=tatten.SharedPages(data.long(), columns, 64))
+
+
+def test_opcheck() -> None:
+    tables = tree(random.Random(5), 5)
+    inputs = mixed_inputs(tables, [1, 3, 1, 0, 1])
+    names = "query", "key", "value", "block_table", "cu_seqlens_q", "kv_lens"
+    shared = {"shared_pages": shared_of(tables).data}
+    opcheck(torch.ops.tatten.paged_attention.default, tuple(inputs[name] for name in names), shared)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor", "tatten"])
+def test_compiles(backend: str) -> None:
+    def layers(n_pages: int, page: int, **inputs: Any) -> Tensor:
+        pages = {name: inputs[name] for name in ("block_table", "kv_lens")}
+        shared = tatten.shared_pages(**pages, n_pages=n_pages, page_size=page)
+        inputs["query"] = tatten.paged_attention(**inputs, shared_pages=shared)
+        return tatten.paged_attention(**inputs, shared_pages=shared)
+
+    tables = tree(random.Random(6), 5)
+    inputs = mixed_inputs(tables, [1, 3, 1, 0, 1])
+    with torch.no_grad():
+        got = torch.compile(layers, backend=backend, fullgraph=True)(tables.n_pages, tables.page, **inputs)
+    torch.testing.assert_close(got, layers(tables.n_pages, tables.page, **inputs))
+
+
+def test_decomposes() -> None:
+    tables = tree(random.Random(8), 5)
+    inputs = mixed_inputs(tables, [1, 3, 1, 0, 1])
+
+    class Step(torch.nn.Module):
+        def forward(self, inputs: dict[str, Any]) -> Any:
+            pages = {name: inputs[name] for name in ("block_table", "kv_lens")}
+            shared = tatten.shared_pages(**pages, n_pages=tables.n_pages, page_size=tables.page)
+            return tatten.paged_attention(**inputs, shared_pages=shared, return_lse=True)
+
+    with torch.no_grad():
+        program = torch.export.export(Step(), (inputs,)).run_decompositions(tatten.decompositions())
+    assert not [node for node in program.graph.nodes if "tatten" in str(node.target)]
+    assert_same(program.module()(inputs), paged_attention_reference(**inputs))
