@@ -71,6 +71,14 @@ def moved_notes_end_with_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moved, "_notes", dict(moved._notes))
 
 
+@pytest.fixture
+def collections_skip_older_objects() -> Iterator[None]:
+    """transformers and accelerate collect garbage several times in a test: 3 s each for the objects of all tests."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def unused_gpu_memory_is_returned() -> Iterator[None]:
     """Processes of `make test-gpu` share a GPU, and the allocator of each keeps the peak of its largest test."""

@@ -24,6 +24,7 @@ from support.batch_settings import SETTINGS, Setting
 from transformers import PreTrainedModel, modeling_flash_attention_utils
 from transformers.generation.continuous_batching import initialization
 
+pytestmark = pytest.mark.usefixtures("collections_skip_older_objects")
 SMALL = Setting("llama", 4, 5, 40, 6, page=8)
 Rows = Callable[[str], list[dict[str, Any]]]
 

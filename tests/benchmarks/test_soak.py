@@ -21,6 +21,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 import tatten.integrations.transformers  # noqa: F401 registers `tatten`
 
+pytestmark = pytest.mark.usefixtures("collections_skip_older_objects")
 MODELS = ["llama", "gemma2", "gemma3_text", "gpt_oss"]
 
 

@@ -21,6 +21,7 @@ datasets = pytest.importorskip("datasets")  # comes with it
 from tatten.integrations.transformers.continuous_batching import supported  # noqa: E402
 from tatten.integrations.trl import ForkedRollouts, SharedPrefixRollouts  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("collections_skip_older_objects")
 N, NEW, VOCABULARY = 4, 6, 99
 TEXTS = ["11 12 13 14 15 16 17", "21 22 23", "31 32 33 34 35", "41"]
 CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
