@@ -59,8 +59,15 @@ class MixedCall(NamedTuple):
         """Return a call of `decode_attention` over the same pools, with other queries, tables and lengths."""
         key, value = heads_first(self.key), heads_first(self.value)
         key_scale, value_scale = (x if x is None else heads_first(x) for x in (self.key_scale, self.value_scale))
-        pages = {"kv_lens": kv_lens, "block_table": block_table, "shared_pages": shared_pages}
-        stored = KeyValue(key, value, key_scale=key_scale, value_scale=value_scale, **pages)
+        stored = KeyValue(
+            key,
+            value,
+            kv_lens=kv_lens,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            block_table=block_table,
+            shared_pages=shared_pages,
+        )
         softmax = self.scale, self.window, self.softcap, self.sinks
         return AttentionCall(MIXED, query, (stored,), *softmax, batch_invariant=self.batch_invariant)
 

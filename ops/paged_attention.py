@@ -95,9 +95,9 @@ def paged_attention(
         window: number of keys, at least 1, that a query attends to: those up to and including its own position.
         batch_invariant: make each sequence's result bitwise equal to that of a call without the other sequences. On a
             CPU `softcap` is not supported with it.
-        shared_pages: the result of `tatten.shared_pages` for `block_table` and `kv_lens`, so that pages that sequences
-            share are read once for all of them that have one query. Results are the same up to rounding. Ignored with
-            `window` or `batch_invariant`, and on a GPU.
+        shared_pages: the result of `tatten.shared_pages` for `block_table` and `kv_lens`. Sequences with one query read
+            a page that they share once. Results are the same up to rounding. Ignored with `window` or
+            `batch_invariant`, on a GPU, and in exported programs.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:

@@ -93,4 +93,7 @@ def data_of_pages(shared: object, block_table: Tensor | None, key: Tensor) -> Te
     if key.dim() == 4 and shared.page_size != key.shape[1]:
         wanted = f"that of pages of {key.shape[1]} keys, as `key`"
         raise ValueError(f"`shared_pages` must be {wanted}, got one of {shared.page_size}")
+    if shared.data.device != block_table.device:
+        wanted = f"on the device of `block_table`, {block_table.device}"
+        raise ValueError(f"`shared_pages` must be {wanted}, got {shared.data.device}")
     return shared.data

@@ -1,8 +1,8 @@
 """Mixed batches on a CPU: a decode step of the sequences with one query, then each other sequence over its own pages.
 
-Many queries without a window take PyTorch's kernel twice: once over the keys before the new tokens, which all of them
-see, and once over the new tokens, with its causal flag. All other calls go through blocks of queries, so that no mask
-has all queries and all keys.
+More than `FEW` queries without a window take PyTorch's kernel twice: once over the keys before the new tokens, which
+all of them see, and once over the new tokens, with its causal flag. All other calls go through blocks of queries, so
+that no mask has all queries and all keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tatten.ops.sizes import ceil_div
 from tatten.ops.states import NEG_INF, State, accumulator_dtype, combine_partials
 from tatten.ops.validation import check_batch_invariant
 
-FEW, BLOCK = 16, 64  # the most queries of a decode step, and the size of a block of queries
+FEW, BLOCK = 16, 64  # the most queries that attend in one masked call, and the size of a block of more queries
 
 
 def paged_attention(call: MixedCall) -> State:
@@ -36,31 +36,35 @@ def paged_attention(call: MixedCall) -> State:
     out = call.query.new_zeros((n_tokens, q_heads, call.value.shape[3]))
     lse = call.query.new_full((n_tokens, q_heads), NEG_INF, dtype=accumulator_dtype(call.query.dtype))
     if decodes := [b for b, q_len in enumerate(q_lens) if q_len == 1]:
-        tokens = [starts[b] for b in decodes]
-        out[tokens], lse[tokens] = _attend_decodes(call, starts, decodes)
+        decode_tokens = [starts[b] for b in decodes]
+        out[decode_tokens], lse[decode_tokens] = _attend_decodes(call, starts, decodes)
     chunks = [b for b, q_len in enumerate(q_lens) if q_len > 1]
     first_pages = {b: _first_page(call, q_lens[b], lens[b]) for b in chunks}
     room = room_for(stored, max((ceil_div(lens[b], call.key.shape[1]) - first_pages[b] for b in chunks), default=0))
     for b in chunks:
-        of_b = slice(starts[b], starts[b + 1])
+        tokens = slice(starts[b], starts[b + 1])
         keys = _in_order(stored, b, first_pages[b], lens[b], room)
-        state = _attend_sequence(call, call.query[of_b], keys)
-        out[of_b], lse[of_b] = state[0][0].transpose(0, 1), state[1][0].T
+        state = _attend_sequence(call, call.query[tokens], keys)
+        out[tokens], lse[tokens] = state[0][0].transpose(0, 1), state[1][0].T
     return out, lse
 
 
 def _attend_decodes(call: MixedCall, starts: list[int], decodes: list[int]) -> State:
     """Return the state of the sequences `decodes`, which have one query each, as a decode step computes it.
 
-    The other sequences take part without keys, so that `shared_pages` counts the same sequences as the batch.
+    Returns:
+        `[len(decodes), q_heads, value_dim]` and `[len(decodes), q_heads]`.
     """
-    takes_part = torch.zeros(call.batch, dtype=torch.bool)
-    takes_part[decodes] = True
-    first = torch.tensor(starts[:-1]).clamp(max=call.query.shape[0] - 1)  # the last sequences may have no queries
-    lens = torch.where(takes_part, call.kv_lens, 0)
-    step = call.sequences(call.query[first].unsqueeze(2), call.block_table, lens, call.shared_pages)
-    out, lse = decode_attention(step)
-    return out[decodes].squeeze(2), lse[decodes].squeeze(2)
+    rows, first = torch.tensor(decodes), torch.tensor(starts[:-1])
+    if call.shared_pages is None:
+        query = call.query[first[rows]].unsqueeze(2)
+        out, lse = decode_attention(call.sequences(query, call.block_table[rows], call.kv_lens[rows]))
+        return out.squeeze(2), lse.squeeze(2)
+    # `shared_pages` numbers the sequences of the whole batch: the others stay in the call, with a length of 0.
+    query = call.query[first.clamp(max=call.query.shape[0] - 1)].unsqueeze(2)  # the last ones may have no queries
+    lens = torch.zeros_like(call.kv_lens).index_copy_(0, rows, call.kv_lens[rows])
+    out, lse = decode_attention(call.sequences(query, call.block_table, lens, call.shared_pages))
+    return out[rows].squeeze(2), lse[rows].squeeze(2)
 
 
 def _first_page(call: MixedCall, q_len: int, length: int) -> int:

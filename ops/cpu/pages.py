@@ -6,7 +6,7 @@ fastest where the keys of a head lie side by side. Pages that sequences share ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -14,10 +14,9 @@ from torch import Tensor
 from tatten.ops.call import Attend, AttentionCall, KeyValue
 from tatten.ops.cpu import thresholds
 from tatten.ops.cpu.page_copies import Room, copy_pages, room_for
-from tatten.ops.cpu.shared_pages import Group, groups_of, merge_groups, worth_sharing
+from tatten.ops.cpu.shared_pages import Group, choose_groups, merge_groups
 from tatten.ops.layout import squeeze_broadcast
 from tatten.ops.masks import Span
-from tatten.ops.page_runs import OWN
 from tatten.ops.pages import named_pages, sharing
 from tatten.ops.reach import mask_of_reach, narrow_mask
 from tatten.ops.sizes import ceil_div
@@ -30,22 +29,22 @@ def attend_pages(call: AttentionCall, attend: Attend) -> State:
 
     The call is valid.
     """
-    (stored,), spans = call.segments, _spans(call)
-    page, groups = stored.key.shape[2], _groups(call, spans)
-    if groups:
-        spans = _own_parts(call, spans)
-    group_spans = [Span(x.start, x.stop, full=False) for x in groups]
+    (stored,), (spans, groups) = call.segments, _own_parts(call, _spans(call))
+    page, group_spans = stored.key.shape[2], [Span(x.start, x.stop, full=False) for x in groups]
     tile = max(_n_pages(span, page) for span in spans)
     if not _at_once(call):
         tile = min(tile, _pages_in_the_cache(stored))
     room = room_for(stored, max([tile, *(_n_pages(span, page) for span in group_spans)]))
     states = []
+    # One call at least gives the state its dtype.
     with_keys = [b for b, span in enumerate(spans) if span.start < span.stop] or [0]
     for b in with_keys:
         sequence_call = _sequence(call, b)
         parts = [attend(sequence_call._replace(segments=(keys,))) for keys in _tiles(call, b, spans[b], tile, room)]
         states.append(combine_partials(*zip(*parts, strict=True)))
-    out, lse = _spread([torch.cat(x) for x in zip(*states, strict=True)], with_keys, len(spans))
+    out, lse = (torch.cat(x) for x in zip(*states, strict=True))
+    if len(with_keys) < len(spans):
+        out, lse = _spread(out, lse, with_keys, len(spans))
     if not groups:
         return out, lse
     shared_keys = (
@@ -55,28 +54,18 @@ def attend_pages(call: AttentionCall, attend: Attend) -> State:
     return merge_groups(call, out, lse, shared_keys, attend)
 
 
-def _groups(call: AttentionCall, spans: list[Span]) -> list[Group]:
-    """Return the groups of sequences whose shared keys are read once; none if that would not save time."""
-    (stored,), shared = call.segments, sharing(call)
-    if shared is None:
-        return []
-    groups = groups_of(shared, [span.stop for span in spans], stored.kv_len)
-    return groups if worth_sharing(groups, stored) else []
-
-
-def _own_parts(call: AttentionCall, spans: list[Span]) -> list[Span]:
-    """Return the keys of each sequence that it shares with no others."""
+def _own_parts(call: AttentionCall, spans: list[Span]) -> tuple[list[Span], list[Group]]:
+    """Return the span of each sequence's own part, and the groups of sequences that share the keys before."""
     shared = sharing(call)
-    assert shared is not None
-    own_starts = shared[OWN, : len(spans)].tolist()
-    return [span._replace(start=min(start, span.stop)) for span, start in zip(spans, own_starts, strict=True)]
+    if shared is None:
+        return spans, []
+    groups, own_starts = choose_groups(shared, [span.stop for span in spans], call.segments[0])
+    own = [span._replace(start=min(start, span.stop)) for span, start in zip(spans, own_starts, strict=True)]
+    return own, groups
 
 
-def _spread(state: Sequence[Tensor], sequences: list[int], batch: int) -> State:
-    """Return the state of `batch` sequences from that of some of them. The others have no keys."""
-    out, lse = state
-    if len(sequences) == batch:
-        return out, lse
+def _spread(out: Tensor, lse: Tensor, sequences: list[int], batch: int) -> State:
+    """Return the state of `batch` sequences from that of `sequences`. The others have no keys."""
     rows = torch.tensor(sequences)
     all_out, all_lse = out.new_zeros(batch, *out.shape[1:]), lse.new_full((batch, *lse.shape[1:]), NEG_INF)
     return all_out.index_copy_(0, rows, out), all_lse.index_copy_(0, rows, lse)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from tatten.ops.call import Attend, AttentionCall, KeyValue
 from tatten.ops.cpu import thresholds
 from tatten.ops.cpu.page_copies import keys_between
 from tatten.ops.layout import fold_sequences, unfold_sequences
-from tatten.ops.page_runs import BEGINS, ENTRY_STOPS, LEADERS, LEVELS, ORDER, STARTS, STOPS, shared_pages_reference
+from tatten.ops.page_runs import BEGINS, ENTRY_STOPS, LEADERS, LEVELS, ORDER, STARTS, shared_pages_reference
 from tatten.ops.pages_validation import check_table_alone
 from tatten.ops.states import State, accumulator_dtype, combine_partials
 
@@ -23,25 +23,38 @@ def shared_pages(block_table: Tensor, kv_lens: Tensor, n_pages: int, page_size: 
     return shared_pages_reference(block_table, kv_lens, n_pages, page_size, q_length)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Group:
-    """Sequences that share keys `start` to `stop - 1` of the leader's, each up to its own stop, the longest first."""
+    """Sequences that share keys of a leader's, from `start` on. The leader need not be a member.
+
+    Attributes:
+        stops: for each member, one past the last key that it shares.
+    """
 
     level: int
     leader: int
     start: int
-    stop: int
-    members: list[int]
-    stops: list[int]
+    stops: dict[int, int]
+
+    @property
+    def stop(self) -> int:
+        return max(self.stops.values())
+
+    def parts(self) -> Iterator[tuple[int, int, list[int]]]:
+        """Yield start, stop and members of each stretch of keys that the same members share."""
+        start = self.start
+        for stop in sorted(set(self.stops.values())):
+            yield start, stop, [b for b, end in self.stops.items() if end >= stop]
+            start = stop
 
 
 def groups_of(data: Tensor, lens: list[int], kv_len: int) -> list[Group]:
-    """Join the row groups of `tatten::shared_pages` that read the same keys; no key is beyond `kv_len`.
+    """Join the row groups of `tatten::shared_pages` that read the same keys, by level; no key is beyond `kv_len`.
 
-    Sequences without keys are left out, but may be leaders.
+    A sequence of length 0 is no member, but may be the leader: its pages are read.
     """
-    leaders, begins, order, starts, stops, entry_stops = (
-        data[row].tolist() for row in (LEADERS, BEGINS, ORDER, STARTS, STOPS, ENTRY_STOPS)
+    leaders, begins, order, starts, entry_stops = (
+        data[row].tolist() for row in (LEADERS, BEGINS, ORDER, STARTS, ENTRY_STOPS)
     )
     n_entries = data.shape[1] - 1
     batch = n_entries // LEVELS
@@ -50,26 +63,39 @@ def groups_of(data: Tensor, lens: list[int], kv_len: int) -> list[Group]:
         entries = order[begins[i] : begins[i + 1]]
         level, last = entries[0] // batch, groups[-1] if groups else None
         if last is None or (last.level, last.leader) != (level, leaders[i]):
-            last = Group(level, leaders[i], starts[i], min(stops[i], kv_len), [], [])
+            last = Group(level, leaders[i], starts[i], {})
             groups.append(last)
-        with_keys = [entry for entry in entries if lens[entry % batch] > 0]
-        last.members += [entry % batch for entry in with_keys]
-        last.stops += [min(entry_stops[entry], kv_len) for entry in with_keys]
-    return [group for group in groups if group.members]
+        last.stops.update({e % batch: min(entry_stops[e], kv_len) for e in entries if lens[e % batch] > 0})
+    return groups
 
 
-def worth_sharing(groups: Iterable[Group], stored: KeyValue) -> bool:
-    """Return True if reading shared keys once saves more time than the calls over them and the merges take."""
+def choose_groups(data: Tensor, lens: list[int], stored: KeyValue) -> tuple[list[Group], list[int]]:
+    """Return the groups whose keys are worth reading once, and the first key of each sequence's own part.
+
+    Args:
+        data: the result of `tatten::shared_pages`.
+        lens: the number of keys of each sequence.
+        stored: the keys, in pages.
+    """
+    own_starts, chosen = [0] * len(lens), []
+    for group in groups_of(data, lens, stored.kv_len):
+        # A sequence that reads its first run itself reads the second one, too: its own part has no gaps.
+        joined = replace(group, stops={b: stop for b, stop in group.stops.items() if own_starts[b] == group.start})
+        if _is_worth_sharing(joined, stored):
+            chosen.append(joined)
+            for b, stop in joined.stops.items():
+                own_starts[b] = stop
+    return chosen, own_starts
+
+
+def _is_worth_sharing(group: Group, stored: KeyValue) -> bool:
+    """Return True if reading the keys once saves more time than the calls over them and the merges take."""
     _, kv_heads, _, head_dim = stored.key.shape
     key_bytes = kv_heads * (head_dim + stored.value.shape[3]) * stored.key.element_size()
     saved = cost = 0
-    for group in groups:
-        start = group.start
-        for stop in sorted(set(group.stops)):
-            members = sum(end >= stop for end in group.stops)
-            saved += (members - 1) * (stop - start) * key_bytes
-            cost += (members + 4) * thresholds.CPU.shared_bytes
-            start = stop
+    for start, stop, members in group.parts():
+        saved += (len(members) - 1) * (stop - start) * key_bytes
+        cost += (len(members) + 4) * thresholds.CPU.shared_bytes
     return saved > cost
 
 
@@ -88,14 +114,11 @@ def merge_groups(
     dtype, call = out.dtype, call._replace(sinks=None)
     out = out.to(accumulator_dtype(dtype))
     for group, keys in groups:
-        start = group.start
-        for stop in sorted(set(group.stops)):
-            members = torch.tensor([b for b, end in zip(group.members, group.stops, strict=True) if end >= stop])
+        for start, stop, sequences in group.parts():
+            members = torch.tensor(sequences)
             part = keys_between(keys, start - group.start, stop - group.start)
             query = fold_sequences(call.query.index_select(0, members), 1)
             state = attend(call._replace(query=query, segments=(part,)))
             shared_out, shared_lse = (unfold_sequences(x, len(members)) for x in state)
-            merged = combine_partials((out[members], shared_out), (lse[members], shared_lse))
-            out[members], lse[members] = merged
-            start = stop
+            out[members], lse[members] = combine_partials((out[members], shared_out), (lse[members], shared_lse))
     return out.to(dtype), lse

@@ -20,7 +20,7 @@ class Thresholds:
     packed_rows: int = 64
     # The bytes of a block of latents, in the dtype of sums, for each core, so that it stays in the cache.
     block_bytes: int = 1 << 21
-    # A call over keys that `m` sequences share, and its merge, take as long as reading this `m + 4` times.
+    # Reading keys that `m` sequences share in one call, with its merge, costs as much as reading `m + 4` times this.
     shared_bytes: int = 1 << 19
 
 

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from paged_calls import POOLS
-from shared_tables import Tables, drawn, inputs_of, made, shared_of, tree
+from shared_tables import Tables, assert_same, drawn, inputs_of, keys_copied, made, shared_of, tree
 from slow import slow_but
 from torch import Tensor
 from torch.library import opcheck
 
 import tatten
-from tatten.ops.cpu import page_copies, thresholds
-from tatten.ops.cpu import pages as pages_on_cpu
+from tatten.ops.cpu import thresholds
 from tatten.ops.page_runs import OWN
 from tatten.ops.reference import decode_attention_reference
 
@@ -25,16 +24,12 @@ def all_runs_are_worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds.CPU, "shared_bytes", 0)
 
 
-def assert_same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], tolerance: float = 1e-12) -> None:
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("n", slow_but([150], [150, 2000]))
-def test_random_tables(n: int) -> None:
+def test_random_tables(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, shared = random.Random(n), 0
     for seed in range(n):
         torch.manual_seed(seed)
+        monkeypatch.setattr(thresholds.CPU, "shared_bytes", rng.choice((0, 0, 500, 5000, 1 << 19)))
         tables, q_len = drawn(rng, most=12), rng.choice((1, 1, 2, 3))
         inputs = inputs_of(tables, rng.choice(POOLS), q_len=q_len)
         variant: dict[str, Any] = {}
@@ -72,18 +67,8 @@ def test_scales_of_keys_in_8_bits(per_key: bool) -> None:
 
 
 def seen_keys(inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **variant: Any) -> int:
-    """The keys that are copied."""
-    copied = 0
-    copy = page_copies.copy_pages
-
-    def counted(stored: Any, pages: Tensor, named: Tensor, keys: slice, room: Any) -> Any:
-        nonlocal copied
-        copied += keys.stop  # from the first page's first key
-        return copy(stored, pages, named, keys, room)
-
-    monkeypatch.setattr(pages_on_cpu, "copy_pages", counted)
-    tatten.decode_attention(**inputs, **variant)
-    return copied
+    """Return the number of keys that are copied."""
+    return sum(keys_copied(monkeypatch, lambda: tatten.decode_attention(**inputs, **variant)))
 
 
 def test_a_shared_page_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,15 +80,63 @@ def test_a_shared_page_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen_keys(inputs, monkeypatch) == sum(200 + b for b in range(40))
 
 
+KEY_BYTES = 2 * 2 * 8 * 8  # of a key and its value: 2 heads of 8 numbers in float64
+
+
 def test_short_runs_are_read_for_each_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call over shared keys and a merge take longer than reading a few keys again."""
     tables = made(random.Random(0), [[0, 1, 2, 3 + b] for b in range(40)], [200] * 40, 64, 50)
     inputs, shared = inputs_of(tables), shared_of(tables)
-    saved = 39 * 128 * (2 * 2 * 8 * 8)
+    saved = 39 * 128 * KEY_BYTES
     monkeypatch.setattr(thresholds.CPU, "shared_bytes", saved // 44 - 1)
     assert seen_keys(inputs, monkeypatch, shared_pages=shared) == 128 + 40 * 72
     monkeypatch.setattr(thresholds.CPU, "shared_bytes", saved // 44 + 1)
     assert seen_keys(inputs, monkeypatch, shared_pages=shared) == 40 * 200
+
+
+def test_each_part_of_a_group_counts_its_own_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sequences share 128 keys, and two of them 128 more."""
+    rows = [[0, 1, 2, 3, 4], [0, 1, 2, 3, 5], [0, 1, 6, 7, 8]]
+    tables = made(random.Random(0), rows, [300] * 3, 64, 9)
+    inputs, shared = inputs_of(tables), shared_of(tables)
+    saved, calls = (2 * 128 + 128) * KEY_BYTES, (3 + 4) + (2 + 4)
+    monkeypatch.setattr(thresholds.CPU, "shared_bytes", saved // calls - 1)
+    assert seen_keys(inputs, monkeypatch, shared_pages=shared) == 256 + 44 + 44 + 172
+    monkeypatch.setattr(thresholds.CPU, "shared_bytes", saved // calls + 1)
+    assert seen_keys(inputs, monkeypatch, shared_pages=shared) == 3 * 300
+
+
+def test_a_small_group_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six sequences share 256 keys, two share 128 other keys, and two of the six share a second run."""
+    rows = [[0, 1, 2, 3, 10 + b, 20] for b in range(4)] + [[0, 1, 2, 3, 30, 31, 40 + b] for b in range(2)]
+    rows += [[50, 51, 60 + b] for b in range(2)]
+    tables = made(random.Random(0), rows, [64 * len(row) for row in rows], 64, 70)
+    inputs, shared = inputs_of(tables), shared_of(tables)
+    least = 128 * KEY_BYTES // 6  # of two sequences that share 128 keys
+    monkeypatch.setattr(thresholds.CPU, "shared_bytes", least + 1)
+    assert seen_keys(inputs, monkeypatch, shared_pages=shared) == 256 + 4 * 128 + 2 * 192 + 2 * 192
+    monkeypatch.setattr(thresholds.CPU, "shared_bytes", least - 1)
+    assert seen_keys(inputs, monkeypatch, shared_pages=shared) == 256 + 4 * 128 + 128 + 2 * 64 + 128 + 2 * 64
+
+
+def test_a_second_run_is_not_shared_without_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences share 128 keys with a third one, then 512 with each other."""
+    rows = [[0, 1, 2, 3], [0, 1, *range(10, 18), 20], [0, 1, *range(10, 18), 21]]
+    tables = made(random.Random(0), rows, [64 * len(row) for row in rows], 64, 30)
+    inputs, shared = inputs_of(tables), shared_of(tables)
+    assert seen_keys(inputs, monkeypatch, shared_pages=shared) == 128 + 128 + 512 + 2 * 64
+    monkeypatch.setattr(thresholds.CPU, "shared_bytes", 2 * 128 * KEY_BYTES // 7 + 1)
+    assert seen_keys(inputs, monkeypatch, shared_pages=shared) == sum(tables.lens.tolist())
+    got = tatten.decode_attention(**inputs, shared_pages=shared, return_lse=True)
+    assert_same(got, decode_attention_reference(**inputs))
+
+
+def test_sequences_without_keys_take_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = made(random.Random(0), [[0, 1], [0, 2], [0, 3], [0, 4]], [0, 70, 0, 10], 64, 5)
+    inputs = inputs_of(tables)
+    assert keys_copied(monkeypatch, lambda: tatten.decode_attention(**inputs)) == [70, 10]
+    got = tatten.decode_attention(**inputs, return_lse=True)
+    assert_same(got, decode_attention_reference(**inputs))
 
 
 @pytest.mark.parametrize("variant", [{"window": 100}, {"attn_mask": None}, {"batch_invariant": True}])
@@ -172,6 +205,7 @@ def test_bad_input() -> None:
     data = shared.data
     says(ValueError, "int32", "(9, 5)", "(9, 4)", shared_pages=tatten.SharedPages(data[:, :4], columns, 64))
     says(ValueError, "int32", "torch.int64", shared_pages=tatten.SharedPages(data.long(), columns, 64))
+    says(ValueError, "on the device", "cpu", "got meta", shared_pages=tatten.SharedPages(data.to("meta"), columns, 64))
 
 
 def test_opcheck() -> None:

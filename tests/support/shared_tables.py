@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from paged_calls import make_pools
 from torch import Tensor
 
 import tatten
+from tatten.ops.cpu import page_copies
+from tatten.ops.cpu import pages as pages_on_cpu
 from tatten.ops.page_runs import (
     BEGINS,
     ENTRY_STOPS,
@@ -133,6 +136,26 @@ def inputs_of(
 def shared_of(tables: Tables, q_length: int = 1) -> tatten.SharedPages:
     given = {"n_pages": tables.n_pages, "page_size": tables.page, "q_length": q_length}
     return tatten.shared_pages(tables.table, tables.lens, **given)
+
+
+def assert_same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], tolerance: float = 1e-12) -> None:
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
+
+
+def keys_copied(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> list[int]:
+    """Return the keys of each copy of pages that decode steps make, counted from the first page's first key."""
+    copied = []
+    copy = page_copies.copy_pages
+
+    def counted(stored: Any, pages: Tensor, named: Tensor, keys: slice, room: Any) -> Any:
+        copied.append(keys.stop)
+        return copy(stored, pages, named, keys, room)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pages_on_cpu, "copy_pages", counted)
+        run()
+    return copied
 
 
 Run = tuple[int, int, int, int]  # level, leader, first key, one past the last key

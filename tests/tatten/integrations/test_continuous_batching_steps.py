@@ -143,7 +143,8 @@ def test_chunks(requests: str, window: int | None, page: int, padding: int) -> N
     batch = Batch([Request(*x) for x in PASTS_AND_NEW[requests]], page, window)
     make_step, tables = make(batch, padding)
     step = make_step(*tables)
-    assert not isinstance(step, ChunkStep) or (step.shared is not None) is (window is None)
+    if isinstance(step, ChunkStep):
+        assert (step.shared is None) == (window is not None)
     out = batch.attend(step, padding)
     torch.testing.assert_close(out, batch.expected(), atol=1e-5, rtol=0)
     batch.check_stored()

@@ -43,7 +43,7 @@ class ChunkStep:
         slots: int64 `[tokens]`, as in `DecodeStep`.
         starts: int32 `[batch + 1]`: where the tokens of each request begin.
         table, lens, window: as in `DecodeStep`.
-        shared: the pages that requests with one token share, or None if they can't share any.
+        shared: the pages that requests share, found in every step on a CPU; None on a GPU, or if they can't share any.
     """
 
     slots: Tensor

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from paged_calls import POOLS
-from shared_tables import Tables, drawn, inputs_of, made, shared_of, tree
+from shared_tables import Tables, assert_same, drawn, inputs_of, keys_copied, made, shared_of, tree
 from slow import slow_but
 from torch import Tensor
 from torch.library import opcheck
 
 import tatten
-from tatten.ops.cpu import page_copies, thresholds
-from tatten.ops.cpu import pages as pages_on_cpu
+from tatten.ops.cpu import thresholds
 from tatten.ops.page_runs import OWN
 from tatten.ops.reference import paged_attention_reference
 
@@ -33,16 +32,12 @@ def mixed_inputs(tables: Tables, q_lens: list[int], padding: int = 0, **shape: A
     return inputs | {"query": query, "cu_seqlens_q": starts}
 
 
-def assert_same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], tolerance: float = 1e-12) -> None:
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("n", slow_but([150], [150, 2000]))
-def test_random_tables(n: int) -> None:
+def test_random_tables(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, sharing_decodes = random.Random(n), 0
     for seed in range(n):
         torch.manual_seed(seed)
+        monkeypatch.setattr(thresholds.CPU, "shared_bytes", rng.choice((0, 0, 500, 5000, 1 << 19)))
         tables = drawn(rng, most=12)
         q_lens = rng.choices((0, 1, 1, 1, 2, 20), k=len(tables.lens))
         inputs = mixed_inputs(tables, q_lens, rng.choice((0, 0, 3)), layout=rng.choice(POOLS))
@@ -82,19 +77,9 @@ def test_scales_of_keys_in_8_bits(per_key: bool) -> None:
     assert_same(got, paged_attention_reference(**inputs))
 
 
-def keys_copied(monkeypatch: pytest.MonkeyPatch, **call: Any) -> int:
-    """Return the number of keys that decode steps of a call copy."""
-    copied = 0
-    copy = page_copies.copy_pages
-
-    def counted(stored: Any, pages: Tensor, named: Tensor, keys: slice, room: Any) -> Any:
-        nonlocal copied
-        copied += keys.stop  # from the first page's first key
-        return copy(stored, pages, named, keys, room)
-
-    monkeypatch.setattr(pages_on_cpu, "copy_pages", counted)
-    tatten.paged_attention(**call)
-    return copied
+def seen_keys(inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **variant: Any) -> int:
+    """Return the number of keys that decode steps copy."""
+    return sum(keys_copied(monkeypatch, lambda: tatten.paged_attention(**inputs, **variant)))
 
 
 CHUNKS = [  # the numbers of queries of 6 sequences: where the chunk is the leader, in the middle, or absent
@@ -108,11 +93,18 @@ CHUNKS = [  # the numbers of queries of 6 sequences: where the chunk is the lead
 def test_decode_steps_read_a_shared_page_once(q_lens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     tables = made(random.Random(0), [[0, 1, 2, 3 + b] for b in range(6)], [200 + b for b in range(6)], 64, 10)
     inputs, decodes = mixed_inputs(tables, q_lens), [b for b in range(6) if q_lens[b] == 1]
-    assert keys_copied(monkeypatch, **inputs) == sum(200 + b for b in decodes)
+    assert seen_keys(inputs, monkeypatch) == sum(200 + b for b in decodes)
     shared = shared_of(tables)
-    assert keys_copied(monkeypatch, **inputs, shared_pages=shared) == 128 + sum(72 + b for b in decodes)
+    assert seen_keys(inputs, monkeypatch, shared_pages=shared) == 128 + sum(72 + b for b in decodes)
     got = tatten.paged_attention(**inputs, shared_pages=shared, return_lse=True)
     assert_same(got, paged_attention_reference(**inputs))
+
+
+def test_keys_that_only_chunks_share_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [[0, 1, 2, 3, 4, 5, 6 + b] for b in range(2)] + [[0, 1, 10 + b] for b in range(4)]
+    tables = made(random.Random(0), rows, [64 * len(row) for row in rows], 64, 20)
+    inputs = mixed_inputs(tables, [5, 5, 1, 1, 1, 1])
+    assert seen_keys(inputs, monkeypatch, shared_pages=shared_of(tables)) == 128 + 4 * 64
 
 
 @pytest.mark.parametrize("variant", [{"window": 100}, {"batch_invariant": True}])
@@ -122,8 +114,8 @@ def test_calls_without_a_use_for_it_ignore_it(variant: dict[str, Any], monkeypat
     with_it = tatten.paged_attention(**inputs, shared_pages=shared_of(tables), return_lse=True)
     without = tatten.paged_attention(**inputs, return_lse=True)
     assert all(torch.equal(x, y) for x, y in zip(with_it, without, strict=True))
-    copied = keys_copied(monkeypatch, **inputs)
-    assert keys_copied(monkeypatch, **inputs, shared_pages=shared_of(tables)) == copied
+    copied = seen_keys(inputs, monkeypatch)
+    assert seen_keys(inputs, monkeypatch, shared_pages=shared_of(tables)) == copied
 
 
 def test_nan_of_a_sequence_stays_its_own() -> None:
