@@ -48,7 +48,7 @@ test-all: $(VENV)/installed-test
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=30 $(ARGS)
 
 # The tests of `make test`, with as many threads as those of `make test-all`, and a share of the slow tests.
-test-ci: SHARE ?= 0.02
+test-ci: SHARE ?= 0.04
 test-ci:
 	@echo "SHARE=$(SHARE) SEED=$(SEED)"
 	$(MAKE) test-all ARGS="--draw 1 --slow-share $(SHARE) --seed '$(SEED)' $(ARGS)"
