@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -50,6 +51,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse the name of a cache that transformers 5.24 replaced: users copy what they see."""
     config.addinivalue_line("filterwarnings", "error:`past_key_values` is deprecated:FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def numbers_follow_from_the_test(request: pytest.FixtureRequest) -> None:
+    """A test draws the same numbers alone, in any order and in any process."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture(autouse=True)
