@@ -114,7 +114,8 @@ def ragged_tiles(call: MixedCall) -> tuple[Tiles, Tiles]:
         page=call.key.shape[1],
         large_shared_memory=large,
     )
-    few = Tiles(FEW_ROWS, few.block_n, few.num_warps, few.num_stages, few.per_sm)
+    few_n = min(64, few.block_n) if narrow else few.block_n  # 128 keys in 8 bits spill
+    few = Tiles(FEW_ROWS, few_n, few.num_warps, few.num_stages, few.per_sm)
     rows = query.shape[0] * _heads_per_kv(call) // call.batch
     if query.element_size() == 4 or dim > 256 or not large:
         return few, Tiles(max(16, min(64, 2048 // dim)), 32, 8, 2)
@@ -123,7 +124,7 @@ def ragged_tiles(call: MixedCall) -> tuple[Tiles, Tiles]:
     per_key = KEY_SCALE in (scale_kind(call.key_scale), scale_kind(call.value_scale))  # these take registers
     if rows > MANY_ROWS and not call.batch_invariant and not per_key:
         return few, Tiles(128, 64, 8, 3)
-    return few, Tiles(64, 64, 8, 3)
+    return few, Tiles(32 if per_key else 64, 64, 8, 3)  # 64 packed queries spill with a scale for each key
 
 
 def _heads_per_kv(call: MixedCall) -> int:
