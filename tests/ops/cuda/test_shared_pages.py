@@ -211,7 +211,8 @@ def test_attention_compiles_for_sm_90(variants: list[tuple[str, int, int, int, s
         assert [x["kernel"] for x in kernels] == ["_decode_kernel", "_decode_kernel", "_combine_kernel"]
         for i, kernel in enumerate(kernels):
             ptx, what = kernel["ptx"], f"{variant}, launch {i}"
-            assert kernel["stack"] <= 16, what
+            # Tiles for pages in 8 bits are the fastest of a sweep: `stack_allowed` in test_compiles.py.
+            assert kernel["stack"] <= (136 if variant[4] == "int8" and i < 2 else 16), what
             assert kernel["shared"] <= 227 << 10, what
             assert not FUSIBLE.search(ptx), what
             wait, release, load = (ptx.find(x) for x in ("griddepcontrol.wait", "griddepcontrol.launch", "ld.global"))
