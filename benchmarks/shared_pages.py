@@ -169,13 +169,13 @@ class MixedProblem(Problem):
     def candidates(self) -> dict[str, Attend]:
         shared = [self.find(i) for i in range(self.copies)]
 
-        def attend(i: int, pages: list[tatten.SharedPages | None]) -> Tensor:
-            given = self.tokens, *self.pools, self.tables[i], self.starts, self.lens
-            return tatten.paged_attention(*given, shared_pages=pages[i])
+        def attend(i: int, pages: tatten.SharedPages | None) -> Tensor:
+            batch = self.tokens, *self.pools, self.tables[i], self.starts, self.lens
+            return tatten.paged_attention(*batch, shared_pages=pages)
 
         return {
-            "shared": lambda i: attend(i, [*shared]),
-            "paged": lambda i: attend(i, [None] * self.copies),
+            "shared": lambda i: attend(i, shared[i]),
+            "paged": lambda i: attend(i, None),
             "find": lambda i: self.find(i).data,
         }
 
@@ -207,27 +207,18 @@ def measure(problem: Problem, rounds: int, names: tuple[str, ...] = ()) -> dict[
     return in_turns(steps, rounds, lambda _, step: microseconds(step, problem.device, len(copies), repeats))
 
 
-def measure_shared(device: str, rounds: int) -> list[dict]:
+def measure_trees(section: str, device: str, rounds: int) -> list[dict]:
+    """Measure decode steps of each tree, or, in the section `chunk`, mixed batches."""
+    kind, peer = (MixedProblem, "paged") if section == "chunk" else (Problem, "segments")
     rows = []
     for tree in trees(device):
-        us = measure(Problem(tree, device), rounds)
-        ratio = (us["shared"] + us["find"] / LAYERS) / us["segments"]
-        rows.append({"section": "shared", "name": tree.name, **asdict(tree), "us": us, "ratio": ratio})
+        us = measure(kind(tree, device), rounds)
+        ratio = (us["shared"] + us["find"] / LAYERS) / us[peer]
+        rows.append({"section": section, "name": tree.name, **asdict(tree), "us": us, "ratio": ratio})
         cells = "  ".join(f"{name} {x:.1f}" for name, x in us.items())
-        print(f"{tree.name:>45}  {cells}  {ratio:.3f} of segments", flush=True)
+        print(f"{section:>6}  {tree.name:>45}  {cells}  {ratio:.3f} of {peer}", flush=True)
         if device == "cuda":
             torch.cuda.empty_cache()
-    return rows
-
-
-def measure_chunk(device: str, rounds: int) -> list[dict]:
-    rows = []
-    for tree in trees(device):
-        us = measure(MixedProblem(tree, device), rounds)
-        ratio = (us["shared"] + us["find"] / LAYERS) / us["paged"]
-        rows.append({"section": "chunk", "name": tree.name, **asdict(tree), "us": us, "ratio": ratio})
-        cells = "  ".join(f"{name} {x:.1f}" for name, x in us.items())
-        print(f"{tree.name:>45}  {cells}  {ratio:.3f} of paged, beside a chunk of {CHUNK}", flush=True)
     return rows
 
 
@@ -279,11 +270,11 @@ def main() -> None:
     rows = []
     with torch.no_grad():
         if "shared" in args.section:
-            rows += measure_shared(args.device, args.rounds)
+            rows += measure_trees("shared", args.device, args.rounds)
         if "finding" in args.section:
             rows += measure_finding(args.device, args.rounds)
         if "chunk" in args.section:
-            rows += measure_chunk(args.device, args.rounds)
+            rows += measure_trees("chunk", args.device, args.rounds)
     figures = bars(rows)
     for what, (figure, bound) in figures.items():
         verdict = f", at most {bound:.2f} is asked for: {'yes' if figure <= bound else 'NO'}" * (args.device == "cuda")

@@ -33,6 +33,16 @@ def test_all_candidates_are_timed(problem: shared_pages.Problem) -> None:
     assert shared_pages.measure(problem, 1).keys() == {"shared", "paged", "segments", "find"}
 
 
+def test_a_chunk_beside_decode_steps(problem: shared_pages.Problem) -> None:
+    mixed = shared_pages.MixedProblem(TREE, "cpu")
+    assert mixed.starts.tolist() == [0, 128, 129, 130, 131]
+    assert shared_pages.measure(mixed, 1).keys() == {"shared", "paged", "find"}
+    mixed.pools.reverse()
+    wrong = mixed.candidates()["shared"](0)
+    mixed.pools.reverse()
+    assert mixed.error("shared", wrong) > 1e-2
+
+
 def test_a_wrong_candidate_is_not_timed(problem: shared_pages.Problem) -> None:
     problem.tables = problem.tables.roll(1, dims=1)
     with pytest.raises(RuntimeError, match="segments is wrong"):
