@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 import torch
 from paged_calls import POOLS
-from shared_tables import Tables, assert_same, drawn, inputs_of, keys_copied, made, shared_of, tree
+from shared_tables import (
+    Tables,
+    assert_same,
+    check_shared_pages_are_refused,
+    draw_softmax,
+    drawn,
+    in_8_bits,
+    inputs_of,
+    keys_copied,
+    made,
+    shared_of,
+    tree,
+)
 from slow import slow_but
 from torch import Tensor
 from torch.library import opcheck
@@ -41,13 +53,7 @@ def test_random_tables(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
         tables = drawn(rng, most=12)
         q_lens = rng.choices((0, 1, 1, 1, 2, 20), k=len(tables.lens))
         inputs = mixed_inputs(tables, q_lens, rng.choice((0, 0, 3)), layout=rng.choice(POOLS))
-        variant: dict[str, Any] = {}
-        if rng.random() < 0.3:
-            variant["sinks"] = torch.randn(4, dtype=torch.float64)
-        if rng.random() < 0.3:
-            variant["softcap"] = 3.0
-        if rng.random() < 0.3:
-            variant["scale"] = -0.3
+        variant = draw_softmax(rng)
         shared = shared_of(tables)
         got = tatten.paged_attention(**inputs, **variant, shared_pages=shared, return_lse=True)
         assert_same(got, paged_attention_reference(**inputs, **variant))
@@ -70,9 +76,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("per_key", [False, True])
 def test_scales_of_keys_in_8_bits(per_key: bool) -> None:
     inputs = mixed_inputs(tables := tree(random.Random(2), 6), [1, 1, 3, 1, 1, 1])
-    for name in ("key", "value"):
-        pool = inputs[name].nan_to_num(0.0).mul(20).to(torch.int8)
-        inputs |= {name: pool, f"{name}_scale": torch.rand(pool.shape[:3] if per_key else pool.shape[2:3])}
+    inputs = in_8_bits(inputs, per_key)
     got = tatten.paged_attention(**inputs, shared_pages=shared_of(tables), return_lse=True)
     assert_same(got, paged_attention_reference(**inputs))
 
@@ -138,27 +142,8 @@ def test_sequences_may_grow() -> None:
 
 def test_bad_input() -> None:
     tables = made(random.Random(0), [[0, 1, 2, 3], [0, 1, 4, 5]], [140, 160], 64, 6)
-    inputs, shared = mixed_inputs(tables, [1, 1]), shared_of(tables)
-
-    def says(error: type[Exception], *texts: str, **changed: Any) -> None:
-        with pytest.raises(error) as raised:
-            tatten.paged_attention(**inputs | {"shared_pages": shared} | changed)
-        assert not [x for x in ("`shared_pages`", *texts) if x not in str(raised.value)]
-
-    says(TypeError, "tatten.shared_pages", "got Tensor", shared_pages=shared.data)
-    columns = tables.table.shape[1]
-    says(
-        ValueError,
-        "3 pages",
-        f"got one of {columns}",
-        block_table=tables.table[:, :3].contiguous(),
-        kv_lens=torch.tensor([1, 1]),
-    )
-    pools = {name: inputs[name].view(-1, 32, 2, 8) for name in ("key", "value")}
-    says(ValueError, "32 keys", "got one of 64", **pools)
-    data = shared.data
-    says(ValueError, "int32", "(9, 5)", "(9, 4)", shared_pages=tatten.SharedPages(data[:, :4], columns, 64))
-    says(ValueError, "int32", "torch.int64", shared_pages=tatten.SharedPages(data.long(), columns, 64))
+    inputs = mixed_inputs(tables, [1, 1])
+    check_shared_pages_are_refused(tatten.paged_attention, inputs, shared_of(tables))
 
 
 def test_opcheck() -> None:

@@ -138,6 +138,45 @@ def shared_of(tables: Tables, q_length: int = 1) -> tatten.SharedPages:
     return tatten.shared_pages(tables.table, tables.lens, **given)
 
 
+def draw_softmax(rng: random.Random) -> dict[str, Any]:
+    """Arguments of the softmax, each in some of the calls; sinks are for 4 heads."""
+    variant: dict[str, Any] = {}
+    if rng.random() < 0.3:
+        variant["sinks"] = torch.randn(4, dtype=torch.float64)
+    if rng.random() < 0.3:
+        variant["softcap"] = 3.0
+    if rng.random() < 0.3:
+        variant["scale"] = -0.3
+    return variant
+
+
+def in_8_bits(inputs: dict[str, Any], per_key: bool) -> dict[str, Any]:
+    """The same call over int8 pools, with a scale for each key or for each head."""
+    for name in ("key", "value"):
+        pool = inputs[name].nan_to_num(0.0).mul(20).to(torch.int8)
+        inputs = inputs | {name: pool, f"{name}_scale": torch.rand(pool.shape[:3] if per_key else pool.shape[2:3])}
+    return inputs
+
+
+def check_shared_pages_are_refused(attend: Callable[..., Any], inputs: dict[str, Any], shared: Any) -> None:
+    """`shared_pages` of another kind, table, page, shape, dtype or device are errors. The pages have 64 keys."""
+
+    def says(error: type[Exception], *texts: str, **changed: Any) -> None:
+        with pytest.raises(error) as raised:
+            attend(**inputs | {"shared_pages": shared} | changed)
+        assert not [x for x in ("`shared_pages`", *texts) if x not in str(raised.value)]
+
+    data, columns = shared.data, shared.max_pages
+    says(TypeError, "tatten.shared_pages", "got Tensor", shared_pages=data)
+    narrow = inputs["block_table"][:, :3]
+    says(ValueError, "3 pages", f"got one of {columns}", block_table=narrow, kv_lens=torch.tensor([1, 1]))
+    pools = {name: inputs[name].view(-1, 32, 2, 8) for name in ("key", "value")}
+    says(ValueError, "32 keys", "got one of 64", **pools)
+    says(ValueError, "int32", "(9, 5)", "(9, 4)", shared_pages=tatten.SharedPages(data[:, :4], columns, 64))
+    says(ValueError, "int32", "torch.int64", shared_pages=tatten.SharedPages(data.long(), columns, 64))
+    says(ValueError, "on the device", "cpu", "got meta", shared_pages=tatten.SharedPages(data.to("meta"), columns, 64))
+
+
 def assert_same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], tolerance: float = 1e-12) -> None:
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
