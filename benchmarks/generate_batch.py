@@ -15,7 +15,8 @@ Models have random weights and the shapes of `benchmarks/support/models.py`, or 
 
 `fa3` is FlashAttention-3 of vLLM's wheel (benchmarks/support/flash_pages.py), and `sdpa` what transformers does without
 FlashAttention: gpt-oss has no SDPA, and its `sdpa` is `paged|eager`, with 256 tokens in a batch. `fork` draws the
-samples from a fork of a `SharedPrefixCache` in `generate`, compiled by tatten. Each runs in a process of its own, which
+samples from a fork of a `SharedPrefixCache` in `generate`, compiled by tatten. `tatten_compiled` and `fa3_compiled` have
+decode steps that transformers compiles with Inductor (`default_compile_level=1`). Each runs in a process of its own, which
 is killed after `--limit` seconds.
 
 The first call makes the manager, captures graphs and compiles: `first_call_s`. Then a call with other prompts of the
@@ -44,7 +45,8 @@ from support.batch_settings import HOST, SETTINGS, Setting, check_version, setti
 from support.command_line import arguments, first_line, machine
 from transformers import PreTrainedModel
 
-CANDIDATES = "tatten", "fa3", "sdpa", "fork"
+COMPILED = "_compiled"  # ends the names of candidates whose decode steps are compiled
+CANDIDATES = "tatten", "tatten" + COMPILED, "fa3", "fa3" + COMPILED, "sdpa", "fork"
 EAGER_TOKENS = 256  # of a batch under `paged|eager`, which stores a score for each of its tokens and each key
 COMPARED = 32  # tokens of each greedy text
 Row = dict[str, Any]
@@ -53,7 +55,7 @@ Row = dict[str, Any]
 def reason_to_leave_out(name: str, what: Setting, device: str) -> str | None:
     if name == "fork" and what.samples == 1:
         return "nothing is shared"
-    if name == "fa3" and device == "cuda" and peers.fa3() is None:
+    if name.removesuffix(COMPILED) == "fa3" and device == "cuda" and peers.fa3() is None:
         return "no FlashAttention-3: it is for Hopper, and TATTEN_PEERS names the folder with vLLM's _vllm_fa3_C"
     return None
 
@@ -93,9 +95,10 @@ def measure(name: str, what: Setting, args: argparse.Namespace) -> Row:
         first = time.perf_counter() - start
         drawn, pool = [fork.draw(seed) for seed in seeds], fork.pool_bytes
     else:
-        attend_with(name, model)
+        attend_with(name.removesuffix(COMPILED), model)
         eager = model.config._attn_implementation == "paged|eager" and args.device == "cuda"
-        manager = batches.make_manager(model, what, args.batch_tokens or (EAGER_TOKENS if eager else None))
+        tokens = args.batch_tokens or (EAGER_TOKENS if eager else None)
+        manager = batches.make_manager(model, what, tokens, compiled=name.endswith(COMPILED))
         batches.draw(model, what, 0)
         first, pool = time.perf_counter() - start, batches.pool_bytes(manager)
         with batches.host_times(manager) as host:

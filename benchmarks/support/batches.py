@@ -37,11 +37,12 @@ class HostTimes:
 
 
 def make_manager(
-    model: PreTrainedModel, setting: Setting, batch_tokens: int | None = None
+    model: PreTrainedModel, setting: Setting, batch_tokens: int | None = None, compiled: bool = False
 ) -> ContinuousBatchingManager:
     """Create the manager of all later calls of `generate_batch`, with its pool and graphs.
 
-    All settings are those of transformers for this workload, except the pool, which just holds it.
+    All settings are those of transformers for this workload, except the pool, which just holds it, and `compiled`
+    decode steps.
     """
     several = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_return_sequences": setting.samples}
     generation = GenerationConfig(
@@ -55,6 +56,7 @@ def make_manager(
         num_blocks=setting.blocks,
         max_batch_tokens=batch_tokens,
         auto_switch_to_flash=False,
+        default_compile_level=1 if compiled else 0,
         seed=0,
     )
     manager = model.init_continuous_batching(

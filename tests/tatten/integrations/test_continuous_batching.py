@@ -35,7 +35,7 @@ from transformers import CompileConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
-from tatten.integrations.transformers.continuous_batching import attention, steps
+from tatten.integrations.transformers.continuous_batching import layer_pages, steps
 from tatten.ops.page_runs import LEADERS
 
 NEW = 12
@@ -72,9 +72,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts["merged"] += 1
         return original["merge_state"](*args)
 
-    original = {name: getattr(attention, name) for name in ("decode_attention", "paged_attention", "merge_state")}
+    original = {name: getattr(layer_pages, name) for name in ("decode_attention", "paged_attention", "merge_state")}
     for name, counted in zip(original, (decode, paged, merge), strict=True):
-        monkeypatch.setattr(attention, name, counted)
+        monkeypatch.setattr(layer_pages, name, counted)
     found = steps.shared_pages
 
     def find(*args: Any, **kwargs: Any) -> Any:
@@ -355,17 +355,6 @@ def test_a_persistent_manager() -> None:
             )
             assert [x.generated_tokens for x in results.values()] == want
         model.destroy_cached_continuous_batching_manager()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_compiled(name: str) -> None:
-    """transformers compiles all around the cache and attention, which break the graph."""
-    model, ids = build(name), prompts()
-    config = CompileConfig(backend="eager", mode=None, dynamic=True)
-    options = {"q_padding_interval_size": 16, "max_requests_per_batch": 8, "max_batch_tokens": 32}
-    got = run(model, ids, greedy(NEW), varlen_compile_config=config, decode_compile_config=config, **options)
-    assert got == expected(model, ids, NEW)
 
 
 def test_flash_attention_does_not_take_over(monkeypatch: pytest.MonkeyPatch, calls: Counter[str]) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tatten.integrations.transformers.continuous_batching.attention import LayerPages, attention
+from tatten.integrations.transformers.continuous_batching.attention import attention
+from tatten.integrations.transformers.continuous_batching.layer_pages import LayerPages
 from tatten.integrations.transformers.continuous_batching.steps import (
     ChunkStep,
     Step,

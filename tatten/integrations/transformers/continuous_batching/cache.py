@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from tatten.integrations.transformers.continuous_batching.attention import PAGES_ARGUMENT, LayerPages
+from tatten.integrations.transformers.continuous_batching.attention import PAGES_ARGUMENT
+from tatten.integrations.transformers.continuous_batching.compiled import TracedPages, number_cache
+from tatten.integrations.transformers.continuous_batching.layer_pages import LayerPages
 from tatten.integrations.transformers.continuous_batching.layout import check_layout
 from tatten.integrations.transformers.continuous_batching.steps import Step, chunk_step, decode_step, ring_step
-from tatten.integrations.transformers.continuous_batching.tables import STATE, LayerGroup, group_of
+from tatten.integrations.transformers.continuous_batching.tables import STATE, LayerGroup, StepTables, group_of
 from tatten.ops.moved import log
 from tatten.ops.sizes import ceil_div
 
@@ -38,6 +40,7 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         self._steps: dict[int, tuple[Step, int]] = {}
         self._too_long: set[str] = set()  # requests that a warning was logged for, until they end
         self.room = self._find_room()
+        self.number = number_cache(self)
         self._allow_decode_steps()
 
     def _allow_decode_steps(self) -> None:
@@ -121,11 +124,22 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
 
     # transformers calls this in the forward pass, for each layer.
 
-    @torch.compiler.disable
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """Pass the pages of a layer to its attention, which writes the new keys and values."""
+        allocator = self.layer_to_allocator[layer_idx]
+        tables = _tables_of_group(kwargs, allocator.layer_type, allocator.index)
+        if torch.compiler.is_compiling():
+            kwargs[PAGES_ARGUMENT] = TracedPages(self.number, layer_idx, tables)
+        else:
+            kwargs[PAGES_ARGUMENT] = self.pages_of_layer(layer_idx, key_states, value_states, tables)
+        return key_states, value_states
+
+    def pages_of_layer(
+        self, layer_idx: int, key_states: Tensor, value_states: Tensor, tables: StepTables
+    ) -> LayerPages:
+        """Return the pages of a layer, which must follow the previous layer of its group."""
         allocator = self.layer_to_allocator[layer_idx]
         key, value = allocator._kv_page_views[layer_idx]
         for name, new, pool in (("key_states", key_states, key), ("value_states", value_states, value)):
@@ -134,10 +148,9 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
                     f"`{name}` of layer {layer_idx} must be [1, {pool.shape[2]}, tokens, {pool.shape[3]}], as the "
                     f"cache has one width for all layers, got {tuple(new.shape)}"
                 )
-        kwargs[PAGES_ARGUMENT] = LayerPages(key, value, self._step(allocator, layer_idx, kwargs))
-        return key_states, value_states
+        return LayerPages(key, value, self._step(allocator, layer_idx, tables))
 
-    def _step(self, allocator: Any, layer_idx: int, kwargs: dict[str, Any]) -> Step:
+    def _step(self, allocator: Any, layer_idx: int, tables: StepTables) -> Step:
         """Return the step of a layer's group. The first layer of the group makes it in each forward pass.
 
         A CUDA graph recomputes it at each replay from tables at the same addresses. So the tensors don't show whether
@@ -145,7 +158,7 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         """
         layers, index = allocator.layer_indices, allocator.index
         if layer_idx == layers[0]:
-            self._steps[index] = self._make_step(allocator, kwargs), 0
+            self._steps[index] = _make_step(tables, self.groups[allocator.layer_type]), 0
         step, next_layer = self._steps.pop(index, (None, 0))
         if step is None or layers[next_layer] != layer_idx:
             raise RuntimeError(
@@ -156,13 +169,26 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
             self._steps[index] = step, next_layer + 1
         return step
 
-    def _make_step(self, allocator: Any, kwargs: dict[str, Any]) -> Step:
-        group, index = self.groups[allocator.layer_type], allocator.index
-        if (rows := kwargs.get("block_table")) is not None:
-            return decode_step(rows[index], group)
-        reads, slots = kwargs["read_index"][index], kwargs["write_index"][index]
-        starts, key_starts = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"][allocator.layer_type]
-        longest = kwargs["max_length_k"][allocator.layer_type]
-        if group.window is None or longest <= group.window:  # no key leaves the window, so none is overwritten
-            return chunk_step(reads, slots, starts, key_starts, longest, group)
-        return ring_step(reads, slots, starts, key_starts, kwargs["max_length_q"], longest, group)
+
+def _tables_of_group(kwargs: dict[str, Any], layer_type: str, index: int) -> StepTables:
+    """Return the tables of a layer group from the arguments that transformers passes to a model."""
+    if (rows := kwargs.get("block_table")) is not None:
+        return StepTables(rows[index])
+    return StepTables(
+        None,
+        kwargs["read_index"][index],
+        kwargs["write_index"][index],
+        kwargs["cu_seq_lens_q"],
+        kwargs["cu_seq_lens_k"][layer_type],
+        kwargs["max_length_q"],
+        kwargs["max_length_k"][layer_type],
+    )
+
+
+def _make_step(tables: StepTables, group: LayerGroup) -> Step:
+    rows, reads, slots, starts, key_starts, most_new, longest = tables
+    if rows is not None:
+        return decode_step(rows, group)
+    if group.window is None or longest <= group.window:  # no key leaves the window, so none is overwritten
+        return chunk_step(reads, slots, starts, key_starts, longest, group)
+    return ring_step(reads, slots, starts, key_starts, most_new, longest, group)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,26 @@ from torch import Tensor
 from tatten.ops.sizes import ceil_div
 
 STATE = 2  # columns of a row after its blocks
+
+
+class StepTables(NamedTuple):
+    """The tables of a layer group in one step, on the device.
+
+    Attributes:
+        rows: the rows of the block table in a decode step; the other attributes are those of other steps.
+        reads: the read index; empty if no request has keys from earlier steps.
+        slots: int64 `[tokens]`: the slot of the pool that each new token is written to.
+        starts, key_starts: int32 `[batch + 1]`: where the tokens and the keys of each request begin.
+        most_new, longest: upper bounds of the new tokens and of the keys of a request.
+    """
+
+    rows: Tensor | None = None
+    reads: Tensor | None = None
+    slots: Tensor | None = None
+    starts: Tensor | None = None
+    key_starts: Tensor | None = None
+    most_new: int = 0
+    longest: int = 0
 
 
 @dataclass(frozen=True)
