@@ -8,7 +8,7 @@ from graphs import capture, run_rewritten
 from page_forms import FORMS, HKV, OP, PAGE, D, N, P, S, attend, in_order, inputs, paged, step
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tatten.passes import Rewritten, pages, rewrite
+from tatten.passes import Rewritten, cost, rewrite
 
 
 @pytest.mark.drawn(9)
@@ -213,23 +213,22 @@ class OnCuda(torch.fx.Interpreter):
         return result
 
 
-def two_layers_on_a_gpu() -> torch.fx.GraphModule:
-    form = FORMS["index_select"]  # a PyTorch without CUDA runs no `x[table]` on fake tensors of a GPU
-    args = inputs(form, dtype=torch.bfloat16)
-
-    def two(q, *others):
-        return step(form)(step(form)(q, *others), *others)
-
-    gm = capture(two, *args)
+def on_a_gpu(fn, *args) -> torch.fx.GraphModule:
+    gm = capture(fn, *args)
     values = [x.meta["example_value"] for x in gm.graph.find_nodes(op="placeholder")]
     with FakeTensorMode():
         OnCuda(gm).run(*(torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in values))
     return gm
 
 
-def test_a_gpu_finds_the_blocks_of_a_mask_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "DEVICES", {"cuda"})
-    gm = two_layers_on_a_gpu()
+BY_INDEX_SELECT = FORMS["index_select"]  # a PyTorch without CUDA runs no `x[table]` on fake tensors of a GPU
+
+
+def test_a_gpu_finds_the_blocks_of_a_mask_once() -> None:
+    def two_layers(q, *others):
+        return step(BY_INDEX_SELECT)(step(BY_INDEX_SELECT)(q, *others), *others)
+
+    gm = on_a_gpu(two_layers, *inputs(BY_INDEX_SELECT, dtype=torch.bfloat16))
     findings = rewrite(gm).findings
     assert [x.provider for x in findings] == ["triton"] * 2
     ops = gm.graph.find_nodes(op="call_function", target=OP)
@@ -239,12 +238,16 @@ def test_a_gpu_finds_the_blocks_of_a_mask_once(monkeypatch: pytest.MonkeyPatch) 
     assert [x.args[4] for x in ops] == [None, None]
 
 
-def test_a_gpu_keeps_the_gather_until_the_kernel_is_measured() -> None:
-    gm = two_layers_on_a_gpu()
-    findings = rewrite(gm).findings
-    assert ["the kernel for pages has not been measured on cuda" in str(x) for x in findings] == [True] * 2
-    assert all("block_table" not in x.kwargs for x in gm.graph.find_nodes(op="call_function", target=OP))
-    assert len([x for x in gm.graph.nodes if x.target == "index_select"]) == 4
+def test_a_gpu_without_a_mask_gathers_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of the op may take longer than SDPA and the copy of few pages, as for other calls without a mask."""
+    monkeypatch.delitem(cost.RATES, "cuda")
+    for columns, is_paged in ((P, False), (16384, True)):
+        args = inputs(BY_INDEX_SELECT, dtype=torch.bfloat16, columns=columns)
+        gm = on_a_gpu(step(BY_INDEX_SELECT), *args[:4])
+        (finding,) = rewrite(gm).findings
+        assert is_paged if isinstance(finding, Rewritten) else finding.decline.reason == "small"
+        ops = gm.graph.find_nodes(op="call_function", target=OP)
+        assert ["block_table" in x.kwargs for x in ops] == [True] * is_paged
 
 
 def test_what_is_no_table_gets_no_remark() -> None:
