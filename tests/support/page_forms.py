@@ -44,7 +44,7 @@ class Form:
 
 
 def slots(table: Tensor) -> Tensor:
-    return (table[:, :, None] * PAGE + torch.arange(PAGE)).flatten(1)
+    return (table[:, :, None] * PAGE + torch.arange(PAGE, device=table.device)).flatten(1)
 
 
 def flat_view(pool: Tensor) -> Tensor:
@@ -78,7 +78,9 @@ FORMS = {
     "slots of a table": Form(lambda x, t: flat_view(x)[slots(t)].transpose(1, 2)),
     "slots of a table, in another order": Form(
         lambda x, t: (
-            x.flatten(0, 1)[(torch.arange(0, PAGE)[None, None] + PAGE * t.unsqueeze(-1)).view(len(t), -1)]
+            x.flatten(0, 1)[
+                (torch.arange(0, PAGE, device=t.device)[None, None] + PAGE * t.unsqueeze(-1)).view(len(t), -1)
+            ]
         ).transpose(1, 2)
     ),
     "flat slots of a table": Form(
