@@ -1,4 +1,4 @@
-"""Tables of keys and values in pages: beside keys in order, pages that sequences share, and mixed batches."""
+"""Tables of keys and values in pages: beside keys in order, gathered, shared by sequences, and in mixed batches."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ PAGED: dict[str, Cell | str] = {
     "in order": us("dense"),
     **{f"pages of {n}": us(f"page {n}") for n in (256, 64, 16, 1)},
     **{f"FA3, {n}": us(f"fa3 {n}") for n in (256, 64, 16, 1)},
+}
+GATHERS: dict[str, Cell | str] = {
+    "batch": "batch",
+    "slots": "capacity",
+    "used": lambda r: r["used"] if r["used"] == r["capacity"] else f"{r['used'] // 2} to {r['used']}",
+    "page": "page",
+    "floor": us("floor"),
+    "Inductor": us("inductor"),
+    "copied": us("copied"),
+    "tatten": us("tatten"),
+    "Inductor to tatten": ratio("inductor", "tatten"),
 }
 SHARED: dict[str, Cell | str] = {
     "heads, and keys of each level": "name",
@@ -48,6 +59,7 @@ MIXED: dict[str, Cell | str] = {
 }
 TABLES = {
     "paged": Table("paged", PAGED),
+    "gathers": Table("gathers_cuda", GATHERS),
     "shared_pages": Table("shared_pages", SHARED, lambda r: r["section"] == "shared"),
     "finding_pages": Table("shared_pages", FINDING, lambda r: r["section"] == "finding"),
     "mixed": Table("mixed", MIXED),
