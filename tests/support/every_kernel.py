@@ -23,6 +23,7 @@ import tatten
 from tatten.ops.cuda import combine, decode, segment_launches
 from tatten.ops.cuda.decode_grid import Place
 from tatten.ops.cuda.gpu_rates import GpuRates
+from tatten.ops.cuda.write_tokens import write_tokens_on_cuda_
 from tatten.ops.kernel_signatures import bifurcated_call, decode_call
 from tatten.ops.masks import block_list
 from tatten.ops.sizes import ceil_div
@@ -210,6 +211,15 @@ def slide(slots: int, dim: int) -> None:
     assert torch.equal(cache, want)
 
 
+def write_tokens(tokens: int, heads: int, dim: int) -> None:
+    pools = [torch.zeros(50, heads, dim, device="cuda").bfloat16() for _ in "kv"]
+    key, value = torch.randn(2, tokens, heads, dim, device="cuda").bfloat16()
+    slots = torch.randperm(50, device="cuda")[:tokens]
+    write_tokens_on_cuda_(*pools, key, value, slots)
+    assert torch.equal(pools[0][slots], key)
+    assert torch.equal(pools[1][slots], value)
+
+
 def index_scores(q_len: int, heads: int, mask: str | None, key_dtype: torch.dtype, dtype: torch.dtype) -> None:
     call = IndexCall(2, q_len, heads, 128, 1000 + KV_LEN, dtype, key_dtype, mask=mask).make("cuda")
     assert_close_to_float64(tatten.index_scores(**call), call)
@@ -235,6 +245,7 @@ def main() -> None:
     variants += [(share, shape, {}) for shape in ((3, 16, 8), (40, 1, 2), (5, 128, 32))]
     variants += [(select, shape, {}) for shape in ((3, 5000, 77), (2, 300_000, 2048))]
     variants += [(slide, shape, {}) for shape in ((KV_LEN, 80), (2000, 128))]
+    variants += [(write_tokens, shape, {}) for shape in ((7, 3, 80), (33, 8, 128))]
     variants = variants[first::step]
     for launch, shape, options in variants:
         launch(*shape, **options)

@@ -29,8 +29,14 @@ class LayerPages:
 
     def write(self, key: Tensor, value: Tensor) -> None:
         """Store the new keys and values `[tokens, kv_heads, head_dim]`."""
-        for pool, new in ((self.key, key), (self.value, value)):
-            pool.flatten(0, 1).index_copy_(0, self.step.slots, new)
+        pools = self.key.flatten(0, 1), self.value.flatten(0, 1)
+        if key.is_cuda:
+            from tatten.ops.cuda.write_tokens import write_tokens_on_cuda_
+
+            write_tokens_on_cuda_(*pools, key, value, self.step.slots)
+        else:
+            for pool, new in zip(pools, (key, value), strict=True):
+                pool.index_copy_(0, self.step.slots, new)
 
     @property
     def as_slots(self) -> tuple[Tensor, Tensor]:
