@@ -15,9 +15,9 @@ Models have random weights and the shapes of `benchmarks/support/models.py`, or 
 
 `fa3` is FlashAttention-3 of vLLM's wheel (benchmarks/support/flash_pages.py), and `sdpa` what transformers does without
 FlashAttention: gpt-oss has no SDPA, and its `sdpa` is `paged|eager`, with 256 tokens in a batch. `fork` draws the
-samples from a fork of a `SharedPrefixCache` in `generate`, compiled by tatten. `tatten_compiled` and `fa3_compiled` have
-decode steps that transformers compiles with Inductor (`default_compile_level=1`). Each runs in a process of its own, which
-is killed after `--limit` seconds.
+samples from a fork of a `SharedPrefixCache` in `generate`, compiled by tatten. `tatten_compiled` and `fa3_compiled`
+have decode steps that transformers compiles with Inductor (`default_compile_level=1`). Each runs in a process of its
+own, which is killed after `--limit` seconds.
 
 The first call makes the manager, captures graphs and compiles: `first_call_s`. Then a call with other prompts of the
 same lengths takes `seconds` until its last token, the median of `--rounds`. `step_ms` is the time of a decode step of
