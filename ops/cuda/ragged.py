@@ -5,17 +5,16 @@ All sizes follow from shapes: one captured CUDA graph serves any lengths.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from tatten.ops.cuda.allocation import Dense, allocate
-from tatten.ops.cuda.combine import INTERPRETED
 from tatten.ops.cuda.decode import scale_kind
 from tatten.ops.cuda.decode_grid import LEAST_CHUNK
-from tatten.ops.cuda.gpu import has_early_launches, has_large_shared_memory, multiprocessors
+from tatten.ops.cuda.gpu import has_large_shared_memory, multiprocessors
 from tatten.ops.cuda.heuristics import Tiles, tiles_for
 from tatten.ops.cuda.kernels.decode import KEY_SCALE
 from tatten.ops.cuda.kernels.query_blocks import (
@@ -25,56 +24,24 @@ from tatten.ops.cuda.kernels.query_blocks import (
     _combine_shares_kernel,
     _list_blocks_kernel,
 )
-from tatten.ops.cuda.kernels.ragged import _ragged_kernel
 from tatten.ops.cuda.kernels.tile_scheduler import MOST_CHUNKS
 from tatten.ops.cuda.launcher import Launch
+from tatten.ops.cuda.ragged_launches import (
+    AttendBlocks,
+    BlockClass,
+    attend_launches,
+    has_pdl,
+    heads_per_kv,
+    window_of,
+)
 from tatten.ops.mixed_batch import MixedCall
+from tatten.ops.pages import sharing
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import State, accumulator_dtype
 
 MANY_ROWS = 64  # blocks are large if sequences have more packed queries than this on average
 HOPPER_M, HOPPER_N = 128, 128  # the largest tile of the pages kernel
 WIDEST_COMBINE = 128  # columns of a program that combines
-
-
-@dataclass(frozen=True)
-class BlockClass:
-    """A launch of the ragged kernel for the blocks of one size.
-
-    Attributes:
-        tiles: the sizes of a tile.
-        room: the most blocks that the shapes allow; 0 if there are none, and no launch.
-        programs: the programs that share the tile space.
-        slots: the partial states that they leave at most, each of `tiles.block_m` rows.
-        chunk: the `CHUNK` of the kernel.
-    """
-
-    tiles: Tiles
-    room: int
-    programs: int
-    slots: int
-    chunk: int
-
-
-class AttendBlocks(Protocol):
-    """A launch that attends to listed blocks, and writes their states, or partial ones if programs share them."""
-
-    def __call__(
-        self, call: MixedCall, blocks: Tensor, ends: Tensor, sinks: Tensor | None, outputs: tuple[Tensor, ...]
-    ) -> None: ...
-
-
-@dataclass(frozen=True)
-class RaggedLaunch:
-    """A launch of the ragged kernel."""
-
-    launch: Launch
-
-    def __call__(
-        self, call: MixedCall, blocks: Tensor, ends: Tensor, sinks: Tensor | None, outputs: tuple[Tensor, ...]
-    ) -> None:
-        keys = call.key, call.value, call.block_table
-        self.launch(call.query, *keys, blocks, ends, sinks, call.key_scale, call.value_scale, *outputs)
 
 
 @dataclass(frozen=True)
@@ -116,7 +83,7 @@ def ragged_tiles(call: MixedCall) -> tuple[Tiles, Tiles]:
     )
     few_n = min(64, few.block_n) if narrow else few.block_n  # 128 keys in 8 bits spill
     few = Tiles(FEW_ROWS, few_n, few.num_warps, few.num_stages, few.per_sm)
-    rows = query.shape[0] * _heads_per_kv(call) // call.batch
+    rows = query.shape[0] * heads_per_kv(call) // call.batch
     if query.element_size() == 4 or dim > 256 or not large:
         return few, Tiles(max(16, min(64, 2048 // dim)), 32, 8, 2)
     if dim > 128:
@@ -127,10 +94,6 @@ def ragged_tiles(call: MixedCall) -> tuple[Tiles, Tiles]:
     return few, Tiles(32 if per_key else 64, 64, 8, 3)  # 64 packed queries spill with a scale for each key
 
 
-def _heads_per_kv(call: MixedCall) -> int:
-    return call.query.shape[1] // call.key.shape[2]
-
-
 def _classes(
     call: MixedCall, tiles: tuple[Tiles, Tiles], programs: int | None, all_large: bool
 ) -> tuple[BlockClass, BlockClass]:
@@ -139,10 +102,10 @@ def _classes(
     `all_large`: sequences with few packed queries take the large blocks, too.
     """
     few, many = tiles
-    rows, kv_heads = call.query.shape[0] * _heads_per_kv(call), call.key.shape[2]
+    rows, kv_heads = call.query.shape[0] * heads_per_kv(call), call.key.shape[2]
     has_many = all_large or rows > FEW_ROWS
     rooms = (
-        0 if all_large or _heads_per_kv(call) > FEW_ROWS else call.batch + (not has_many),
+        0 if all_large or heads_per_kv(call) > FEW_ROWS else call.batch + (not has_many),
         rows // many.block_m + call.batch + 1 if has_many else 0,
     )
     classes = []
@@ -156,114 +119,80 @@ def _classes(
     return classes[0], classes[1]
 
 
-def plan_ragged(call: MixedCall, tiles: tuple[Tiles, Tiles] | None = None, programs: int | None = None) -> AttendRagged:
+def plan_ragged(
+    call: MixedCall, tiles: tuple[Tiles, Tiles] | None = None, programs: int | None = None
+) -> Callable[[MixedCall], State]:
     """Plan a valid call in any dtype but float64.
 
     `tiles`, for few and for many packed queries, and `programs` replace the choices, for tests and sweeps.
     """
-    query, (n_tokens, q_heads, head_dim) = call.query, call.query.shape
-    kv_heads, value_dim, batch = call.key.shape[2], call.value.shape[3], call.batch
     on_hopper = tiles is None and _takes_pages_kernel(call)
-    few, many = _classes(
+    classes = _classes(
         call, (hopper_tiles(call),) * 2 if on_hopper else tiles or ragged_tiles(call), programs, on_hopper
     )
-    pdl = not INTERPRETED and has_early_launches(query.device)
-    # A longer window has the same effect, and could overflow.
-    window = None if call.window is None else min(call.window, call.kv_len)
-    sizes = {"window": window or 0, "kv_heads": kv_heads, "heads_per_kv": _heads_per_kv(call)}
-    sequences = power_of_2(batch + 1)
+    if call.batch > 1 and sharing(call.one_query_each()) is not None:
+        from tatten.ops.cuda.mixed_shared import plan_shared_blocks
+
+        return plan_shared_blocks(call, classes, on_hopper, programs)
+    few, many = classes
+    pdl = has_pdl(call)
+    window = window_of(call)
     list_blocks = Launch(
         _list_blocks_kernel,
         (2,),
         {"num_warps": 8, "launch_pdl": pdl},
-        n_tokens=n_tokens,
-        batch=batch,
-        kv_len=call.kv_len,
-        **sizes,
-        few=few.room,
-        many=many.room,
-        SEQUENCES=sequences,
-        TILES=tuple((x.tiles.block_m, x.tiles.block_n) for x in (few, many)),
+        **list_sizes(call, few, many),
+        window=window or 0,
         CHUNK=few.chunk,
         WINDOW=window is not None,
-        BLOCK=256,
         PDL=pdl,
     )
-    launches: list[AttendBlocks] = []
-    for block_class, first_block, first_slot_row in ((few, 0, 0), (many, few.room, few.slots * FEW_ROWS)):
-        if block_class.room == 0:
-            continue
-        if on_hopper:
-            from tatten.ops.cuda.pages_sm90 import plan_blocks
-
-            launches.append(
-                plan_blocks(call, window, block_class.tiles.block_m, block_class.room, block_class.programs)
-            )
-            continue
-        launches.append(
-            RaggedLaunch(
-                Launch(
-                    _ragged_kernel,
-                    (block_class.programs,),
-                    {
-                        "num_warps": block_class.tiles.num_warps,
-                        "num_stages": block_class.tiles.num_stages,
-                        "launch_pdl": pdl,
-                    },
-                    strides=(
-                        query.stride(),
-                        call.key.stride(),
-                        call.value.stride(),
-                        call.block_table.stride(),
-                        *[() if x is None else x.stride() for x in (call.key_scale, call.value_scale)],
-                    ),
-                    scale=call.score_scale,
-                    softcap=call.softcap or 0.0,
-                    n_pages=call.key.shape[0],
-                    batch=batch,
-                    **sizes,
-                    first_block=first_block,
-                    room=block_class.room,
-                    programs=block_class.programs,
-                    first_slot_row=first_slot_row,
-                    KV_S=(_constant_stride(call.key), _constant_stride(call.value)),
-                    DIMS=(head_dim, value_dim),
-                    TILE=(block_class.tiles.block_m, block_class.tiles.block_n),
-                    CHUNK=block_class.chunk,
-                    WINDOW=window is not None,
-                    SOFTCAP=call.softcap is not None,
-                    SCALES=(scale_kind(call.key_scale), scale_kind(call.value_scale)),
-                    PAGE=call.key.shape[1],
-                    POSITIVE_SCALE=call.score_scale > 0,
-                    INT64_OFFSETS=max(x.stride(-1) * x.shape[-1] for x in (query, call.key, call.value)) >= 1 << 31,
-                    PDL=pdl,
-                    # The previous launch waits for the list before it lets this one begin, and this one writes nothing
-                    # that the previous one reads.
-                    WAIT_LAST=bool(launches),
-                )
-            )
-        )
-    acc = accumulator_dtype(query.dtype)
-    slot_rows = few.slots * FEW_ROWS + many.slots * many.tiles.block_m
     return AttendRagged(
         list_blocks,
-        tuple(launches),
-        _plan_combine(call, few, many, pdl) if slot_rows else None,
-        (
-            Dense.of((n_tokens, q_heads, value_dim), query.dtype),
-            Dense.of((n_tokens, q_heads), acc),
-            Dense.of((2, 2, sequences), torch.int32),
-            Dense.of((few.room + many.room, COLUMNS), torch.int32),
-            Dense.of((few.room + many.room,), torch.int64),
-            Dense.of((slot_rows, value_dim), acc),
-            Dense.of((slot_rows,), acc),
-        ),
+        attend_launches(call, few, many, on_hopper),
+        _plan_combine(call, few, many, pdl) if _slot_rows(few, many) else None,
+        writes_of(call, few, many),
+    )
+
+
+def list_sizes(call: MixedCall, few: BlockClass, many: BlockClass) -> dict[str, Any]:
+    """Return the sizes that the lists of blocks are made for, by the names of the kernels' arguments."""
+    return {
+        "n_tokens": call.query.shape[0],
+        "batch": call.batch,
+        "kv_len": call.kv_len,
+        "kv_heads": call.key.shape[2],
+        "heads_per_kv": heads_per_kv(call),
+        "few": few.room,
+        "many": many.room,
+        "SEQUENCES": power_of_2(call.batch + 1),
+        "TILES": tuple((x.tiles.block_m, x.tiles.block_n) for x in (few, many)),
+        "BLOCK": 256,
+    }
+
+
+def _slot_rows(few: BlockClass, many: BlockClass) -> int:
+    return few.slots * FEW_ROWS + many.slots * many.tiles.block_m
+
+
+def writes_of(call: MixedCall, few: BlockClass, many: BlockClass) -> tuple[Dense, ...]:
+    """Return the layouts of out, lse, scratch, blocks, ends, and the partials."""
+    query, (n_tokens, q_heads, _), value_dim = call.query, call.query.shape, call.value.shape[3]
+    acc, slot_rows, room = accumulator_dtype(query.dtype), _slot_rows(few, many), few.room + many.room
+    return (
+        Dense.of((n_tokens, q_heads, value_dim), query.dtype),
+        Dense.of((n_tokens, q_heads), acc),
+        Dense.of((2, 2, power_of_2(call.batch + 1)), torch.int32),
+        Dense.of((room, COLUMNS), torch.int32),
+        Dense.of((room,), torch.int64),
+        Dense.of((slot_rows, value_dim), acc),
+        Dense.of((slot_rows,), acc),
     )
 
 
 def hopper_tiles(call: MixedCall) -> Tiles:
     """Choose the tiles of the pages kernel, which takes all blocks."""
-    few = call.query.shape[0] * _heads_per_kv(call) <= MANY_ROWS * call.batch
+    few = call.query.shape[0] * heads_per_kv(call) <= MANY_ROWS * call.batch
     return Tiles(HOPPER_M // 2 if few else HOPPER_M, HOPPER_N, 8 if few else 12, 2)
 
 
@@ -273,14 +202,9 @@ def _takes_pages_kernel(call: MixedCall) -> bool:
         return False
     from tatten.ops.cuda.pages_sm90 import takes_pages_kernel
 
-    rows, kv_heads = call.query.shape[0] * _heads_per_kv(call), call.key.shape[2]
+    rows, kv_heads = call.query.shape[0] * heads_per_kv(call), call.key.shape[2]
     tiles = (2 * rows // HOPPER_M + call.batch + 1) * kv_heads * ceil_div(call.kv_len, HOPPER_N)
     return tiles < 1 << 31 and takes_pages_kernel(call.query, call.key, call.value, call.score_scale)
-
-
-def _constant_stride(pool: Tensor) -> int:
-    """Return the stride from a key to the next to compile for, which saves registers, or 0 to pass it at run time."""
-    return pool.stride(1) if pool.stride(1) < 1 << 14 else 0
 
 
 def _plan_combine(call: MixedCall, few: BlockClass, many: BlockClass, pdl: bool) -> Launch:
@@ -292,7 +216,7 @@ def _plan_combine(call: MixedCall, few: BlockClass, many: BlockClass, pdl: bool)
         "many": many.room,
         "few_slots": few.slots,
         "kv_heads": kv_heads,
-        "heads_per_kv": _heads_per_kv(call),
+        "heads_per_kv": heads_per_kv(call),
         "MANY_M": many.tiles.block_m,
         "VALUE_DIM": value_dim,
         "BLOCK_DV": block_dv,

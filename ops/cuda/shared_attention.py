@@ -41,9 +41,7 @@ def plan_shared_attention(
     """Plan the launches for a checked call of two sequences or more. `tiles` are for the own parts."""
     query, (stored,) = call.query, call.segments
     row_groups = stored._replace(kv_lens=None, row_groups=stored.shared_pages)
-    shared_part = _plan_shared(call, row_groups, programs)
-    # Sequences of a row group stop between units, so no tile may cross from one unit to the next.
-    assert UNIT_KEYS % shared_part.tile_space.block_n == 0
+    shared_part = plan_shared_part(call, row_groups, programs)
     place = Place(final=False, beside_previous=True)
     own_part = plan_segment(call, stored, place, tiles=tiles or _own_part_tiles(call), programs=programs, part=OWN_PART)
     spaces = own_part.tile_space, shared_part.tile_space
@@ -62,6 +60,14 @@ def _own_part_tiles(call: AttentionCall) -> Tiles | None:
     rows = query.shape[1] // stored.key.shape[1] * query.shape[2]
     narrow = stored.key.element_size() != 2 or query.shape[3] > 128 or stored.value.shape[3] > 128
     return None if rows > 16 or narrow or query.element_size() != 2 else Tiles(16, 32, 4, 3, 6)
+
+
+def plan_shared_part(call: AttentionCall, groups: KeyValue, programs: int | None) -> SegmentLaunch | SharedSegment:
+    """Plan the launch over the runs of row groups, `groups.row_groups`."""
+    part = _plan_shared(call, groups, programs)
+    # Sequences of a row group stop between units, so no tile may cross from one unit to the next.
+    assert UNIT_KEYS % part.tile_space.block_n == 0
+    return part
 
 
 def _plan_shared(call: AttentionCall, groups: KeyValue, programs: int | None) -> SegmentLaunch | SharedSegment:

@@ -15,9 +15,9 @@ from shared_tables import (
     draw_softmax,
     drawn,
     in_8_bits,
-    inputs_of,
     keys_copied,
     made,
+    mixed_inputs,
     shared_of,
     tree,
 )
@@ -34,14 +34,6 @@ from tatten.ops.reference import paged_attention_reference
 @pytest.fixture(autouse=True)
 def all_runs_are_worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds.CPU, "shared_bytes", 0)
-
-
-def mixed_inputs(tables: Tables, q_lens: list[int], padding: int = 0, **shape: Any) -> dict[str, Any]:
-    inputs = inputs_of(tables, **shape)
-    heads, dim = inputs["query"].shape[1], inputs["query"].shape[3]
-    query = torch.randn(max(1, sum(q_lens) + padding), heads, dim, dtype=inputs["query"].dtype)
-    starts = torch.tensor([0, *q_lens]).cumsum(0).int()
-    return inputs | {"query": query, "cu_seqlens_q": starts}
 
 
 @pytest.mark.parametrize("n", slow_but([150], [150, 2000]))

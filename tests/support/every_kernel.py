@@ -174,9 +174,12 @@ def share(batch: int, page: int, heads: int) -> None:
 
 def mix(
     dtype: Any, dim: int, tokens: int, heads: tuple[int, int] = (32, 8), page: int = 16, narrow: str = "",
-    per_key: bool = False, sinks: bool = False, **variant: Any,
+    per_key: bool = False, sinks: bool = False, shared: bool = False, **variant: Any,
 ) -> None:  # fmt: skip
-    """Decode steps, and chunks of many queries: sequence 3 has the rest of the tokens but for 5, which are padding."""
+    """Decode steps, and chunks of many queries: sequence 3 has the rest of the tokens but for 5, which are padding.
+
+    With `shared`, sequences 0, 1 and 3 have pages in common.
+    """
     dtype, columns = getattr(torch, dtype), ceil_div(KV_LEN, page)
     table = torch.randperm(4 * columns, device="cuda").view(4, columns).int()
     key, value = (torch.randn(4 * columns, page, heads[1], dim, device="cuda").to(dtype) for _ in "kv")
@@ -187,8 +190,11 @@ def mix(
     if sinks:
         variant["sinks"] = torch.randn(heads[0], device="cuda").to(dtype)
     starts = torch.tensor([0, 1, 2, 42, min(tokens, 342) - 5], device="cuda").int()
-    lens = torch.tensor([KV_LEN, 70, 60, KV_LEN], device="cuda")
+    lens = torch.tensor([KV_LEN, KV_LEN - 5 if shared else 70, 60, KV_LEN], device="cuda")
     query = torch.randn(tokens, heads[0], dim, device="cuda").to(dtype)
+    if shared:
+        table[:, : columns // 2] = table[0, : columns // 2]
+        variant["shared_pages"] = tatten.shared_pages(table, lens, n_pages=len(key), page_size=page)
     tatten.paged_attention(query, key, value, table, starts, lens, **variant)
 
 

@@ -134,6 +134,21 @@ def attend_to_mixed(softcap, q, kv, table, starts, lens):
     return ops.paged_attention.default(a * 2, key, value, table, starts, lens, window=100, softcap=softcap)[0]
 
 
+def attend_to_shared_mixed(softcap, q, kv, table, starts, lens):
+    key, value = kv.unbind(1)
+    given = {"softcap": softcap, "shared_pages": ops.shared_pages.default(table, lens, 600, 16, 1)}
+    a, _ = ops.paged_attention.default(q, key, value, table, starts, lens, **given)
+    return ops.paged_attention.default(a * 2, key, value, table, starts, lens, **given)[0]
+
+
+def mixed_shared(q, kv, table, starts, lens):
+    return attend_to_shared_mixed(5.0, q, kv, table, starts, lens)
+
+
+def mixed_shared_on_hopper(q, kv, table, starts, lens):
+    return attend_to_shared_mixed(None, q, kv, table, starts, lens)
+
+
 def mixed(q, kv, table, starts, lens):
     return attend_to_mixed(5.0, q, kv, table, starts, lens)  # no kernel in Gluon takes a soft cap
 
@@ -227,6 +242,17 @@ cases = {
             *[(shape, torch.int32) for shape in ((2, 256), (3,), (2,))],
         ],
     ),
+    **{
+        name: (
+            case,
+            [
+                ((300, 32, 128), bf16),
+                ((600, 2, 16, 8, 128), bf16),
+                *[(shape, torch.int32) for shape in ((8, 256), (9,), (8,))],
+            ],
+        )
+        for name, case in (("mixed shared", mixed_shared), ("mixed shared on Hopper", mixed_shared_on_hopper))
+    },
     "pages": (pages, [Q, ((600, 2, 16, 8, 128), bf16), ((2, 256), torch.int32), ((2,), torch.int32)]),
     "paged latents": (
         paged_latents,

@@ -133,6 +133,15 @@ def inputs_of(
     }
 
 
+def mixed_inputs(tables: Tables, q_lens: list[int], padding: int = 0, **shape: Any) -> dict[str, Any]:
+    """Arguments of a mixed batch over random pools, as `inputs_of` makes them."""
+    inputs = inputs_of(tables, **shape)
+    heads, dim = inputs["query"].shape[1], inputs["query"].shape[3]
+    query = torch.randn(max(1, sum(q_lens) + padding), heads, dim, dtype=inputs["query"].dtype)
+    starts = torch.tensor([0, *q_lens]).cumsum(0).int()
+    return inputs | {"query": query, "cu_seqlens_q": starts}
+
+
 def shared_of(tables: Tables, q_length: int = 1) -> tatten.SharedPages:
     given = {"n_pages": tables.n_pages, "page_size": tables.page, "q_length": q_length}
     return tatten.shared_pages(tables.table, tables.lens, **given)

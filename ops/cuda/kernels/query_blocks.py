@@ -28,7 +28,7 @@ def _larger(a, b):
 
 
 @triton.jit
-def _starts(cu_seqlens_q, sequences, n_tokens, batch):
+def starts_of(cu_seqlens_q, sequences, n_tokens, batch):
     """Return the first token of each sequence and of the padding; later entries begin after all tokens."""
     starts = tl.load(cu_seqlens_q + sequences, mask=(sequences > 0) & (sequences <= batch), other=0)
     starts = tl.minimum(tl.maximum(starts, 0), n_tokens)
@@ -58,7 +58,41 @@ def _list_blocks_kernel(
     PDL: tl.constexpr,
 ):
     """List the blocks of one class in each of two programs. `few`, `many`: the room for them; 0 without a launch."""
-    is_many = tl.program_id(0)
+    list_blocks(
+        tl.program_id(0),
+        (cu_seqlens_q, kv_lens, None),
+        (scratch, blocks, ends),
+        (n_tokens, batch, kv_len, window, kv_heads, heads_per_kv, few, many),
+        SEQUENCES,
+        TILES,
+        CHUNK,
+        WINDOW,
+        BLOCK,
+        PDL,
+    )
+
+
+@triton.jit
+def list_blocks(
+    is_many,
+    inputs,
+    lists,
+    sizes,
+    SEQUENCES: tl.constexpr,
+    TILES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """List the blocks of a class.
+
+    The last of the `inputs` is None, or the first key of each sequence that a block of it attends to if the sequence
+    has one query.
+    """
+    cu_seqlens_q, kv_lens, own_starts = inputs
+    scratch, blocks, ends = lists
+    n_tokens, batch, kv_len, window, kv_heads, heads_per_kv, few, many = sizes
     block_m = tl.where(is_many == 1, TILES[1][0], TILES[0][0])
     block_n = tl.where(is_many == 1, TILES[1][1], TILES[0][1])
     room = tl.where(is_many == 1, many, few)
@@ -69,7 +103,7 @@ def _list_blocks_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     sequences = tl.arange(0, SEQUENCES)
-    starts = _starts(cu_seqlens_q, sequences, n_tokens, batch)
+    starts = starts_of(cu_seqlens_q, sequences, n_tokens, batch)
     stops = tl.load(cu_seqlens_q + 1 + sequences, mask=sequences < batch, other=n_tokens)
     stops = tl.maximum(starts, tl.minimum(stops, n_tokens))
     rows = (stops - starts) * heads_per_kv
@@ -104,6 +138,9 @@ def _list_blocks_kernel(
         skipped = tl.zeros([BLOCK], tl.int32)
         if WINDOW:
             skipped = tl.maximum(length - q_len + row // heads_per_kv - window + 1, 0) // block_n
+        if own_starts is not None:
+            one_query = ok & (q_len == 1) & (sequence < batch)
+            skipped = tl.load(own_starts + sequence, mask=one_query, other=0) // block_n
         tiles = tl.maximum((keys + block_n - 1) // block_n - skipped, 1)  # the output of a block without keys, too
         shares = tl.where(is_many == 1, 1, chunks_of(tiles, CHUNK)) if CHUNK else tiles
         block_shares = tl.where(ok, shares.to(tl.int64) * kv_heads, 0)
@@ -182,7 +219,38 @@ def _combine_shares_kernel(
     """
     column_blocks: tl.constexpr = (VALUE_DIM + BLOCK_DV - 1) // BLOCK_DV
     dims = tl.program_id(0) % column_blocks * BLOCK_DV + tl.arange(0, BLOCK_DV)
-    program = tl.program_id(0) // column_blocks
+    combine_shares(
+        tl.program_id(0) // column_blocks,
+        (blocks, ends, None),
+        (out, lse, partial_out, partial_lse),
+        (few, many, few_programs, many_programs, few_slots, kv_heads, heads_per_kv),
+        dims,
+        MANY_M,
+        VALUE_DIM,
+        PARTIALS,
+        PDL,
+    )
+
+
+@triton.jit
+def combine_shares(
+    program,
+    lists,
+    tensors,
+    sizes,
+    dims,
+    MANY_M: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Combine as `_combine_shares_kernel` does.
+
+    The last of the `lists` is None, or has a number for each sequence and the padding: if it is not 0, the partials of
+    the sequence's blocks are left alone.
+    """
+    blocks, ends, left_alone = lists
+    few, many, few_programs, many_programs, few_slots, kv_heads, heads_per_kv = sizes
     is_many = program >= few_programs
     program -= tl.where(is_many, few_programs, 0)
     parts = tl.where(is_many, MANY_M // _FEW_ROWS, 1)
@@ -199,18 +267,21 @@ def _combine_shares_kernel(
     place = total * program // active  # where this program began to attend
     if (program > 0) & (program < active):
         block = block_at(ends, room, place, 1024)
-        _, row, start_token, q_len, _, _, n_tiles = load_block(blocks, block)
+        sequence, row, start_token, q_len, _, _, n_tiles = load_block(blocks, block)
         in_block = place - (tl.load(ends + block) - n_tiles.to(tl.int64) * kv_heads)
         head = (in_block // n_tiles).to(tl.int32)
         start = place - in_block % n_tiles
         before = total * (program - 1) // active
-        if (start < place) & (before <= start):  # the previous program has the first share
+        combines = (start < place) & (before <= start)  # the previous program has the first share
+        if left_alone is not None:
+            combines = combines & (tl.load(left_alone + sequence) == 0)
+        if combines:
             owners = (((start + n_tiles) * active - 1) // total - program + 2).to(tl.int32)
             slots = 2 * (program - 1), (start > before).to(tl.int64)
             first_row = tl.where(is_many, few_slots * _FEW_ROWS, 0).to(tl.int64)
             block_m = tl.where(is_many, MANY_M, _FEW_ROWS)
             _combine_rows(
-                (out, lse, partial_out, partial_lse),
+                tensors,
                 (slots[0] + slots[1], slots[0], 2, owners),
                 first_row,
                 block_m,

@@ -16,9 +16,7 @@ from op_bounds import assert_within_bound
 from poison import fresh_memory_is_poison
 from slow import slow_but
 
-import tatten
 from tatten.ops.mixed_batch import MixedCall
-from tatten.ops.page_runs import OWN
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 
@@ -70,20 +68,6 @@ def test_a_plan_checks_the_call_first(change: dict[str, Any]) -> None:
     wide = torch.randn(3, 4, 2, 600), torch.randn(3, 4, 600)
     with pytest.raises(NotImplementedError, match=r"head_dim <= 256 in torch\.float32 on CUDA, got 600"):
         _plan(*call._replace(query=wide[1], key=wide[0], value=wide[0]))
-
-
-def test_shared_pages_are_ignored() -> None:
-    from tatten.ops.cuda.mixed import _plan
-
-    inputs = MixedBatch(((1, 299), (1, 299), (3, 297)), page=128, shared=True, missing=False).inputs()[0]
-    given = {name: inputs[name] for name in ("block_table", "kv_lens")}
-    shared = tatten.shared_pages(**given, n_pages=inputs["key"].shape[0], page_size=128).data
-    assert shared[OWN, :3].tolist() == [256] * 3
-    calls = MixedCall(**inputs), MixedCall(**inputs, shared_pages=shared)
-    states = [_plan(*call)(call) for call in calls]
-    assert all(torch.equal(x, y) for x, y in zip(*states, strict=True))
-    with pytest.raises(ValueError, match="`shared_pages` must be int32 of shape"):
-        _plan(*MixedCall(**inputs, shared_pages=shared[:, 1:]))
 
 
 def list_of(call: MixedCall, tiles: Any) -> tuple[Any, list[list[list[int]]], list[list[int]]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 import tatten
 from tatten.ops.cuda.ragged import _takes_pages_kernel, plan_ragged
 from tatten.ops.mixed_batch import MixedCall
+from tatten.ops.page_runs import OWN
 from tatten.ops.reference import paged_attention_reference
 
 pytestmark = pytest.mark.gpu
@@ -72,10 +73,10 @@ def reference(inputs: dict[str, Any], **variant: Any) -> tuple[Tensor, Tensor]:
     return torch.cat(outs), torch.cat(lses)
 
 
-def pages(n_tokens: int, batch: int, page: int, columns: int, n_pages: int) -> dict[str, Any]:
-    pool = torch.randn(n_pages, 2, page, 8, 128, device="cuda", dtype=torch.bfloat16)
+def pages(n_tokens: int, batch: int, page: int, columns: int, n_pages: int, dim: int = 128) -> dict[str, Any]:
+    pool = torch.randn(n_pages, 2, page, 8, dim, device="cuda", dtype=torch.bfloat16)
     return {
-        "query": torch.randn(n_tokens, 32, 128, device="cuda", dtype=torch.bfloat16),
+        "query": torch.randn(n_tokens, 32, dim, device="cuda", dtype=torch.bfloat16),
         "key": pool[:, 0],
         "value": pool[:, 1],
         "block_table": torch.zeros(batch, columns, device="cuda", dtype=torch.int32),
@@ -118,13 +119,86 @@ def test_one_captured_graph_serves_any_lengths(page: int, variant: dict[str, Any
         torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
 
 
-def test_shared_pages_are_ignored() -> None:
-    inputs = pages(700, 12, 16, 64, 300)
-    refill(inputs, torch.Generator().manual_seed(0))
-    inputs["block_table"][1:, :16] = inputs["block_table"][:1, :16]
-    given = {name: inputs[name] for name in ("block_table", "kv_lens")}
-    shared = tatten.shared_pages(**given, n_pages=inputs["key"].shape[0], page_size=16)
-    assert torch.equal(tatten.paged_attention(**inputs, shared_pages=shared), tatten.paged_attention(**inputs))
+def share(inputs: dict[str, Any], generator: torch.Generator) -> None:
+    """Let sequences have the first pages of others, in place. Some of these are -1, or beyond a length."""
+    table, lens = inputs["block_table"].cpu(), inputs["kv_lens"].cpu()
+    batch, columns = table.shape
+    for b in range(1, batch):
+        other = int(torch.randint(b, (), generator=generator))
+        stop = int(torch.randint(columns + 1, (), generator=generator))
+        if torch.rand((), generator=generator) < 0.7:
+            table[b, :stop] = table[other, :stop]
+            lens[b] = max(lens[b], min(lens[other], stop * inputs["key"].shape[1]))
+    inputs["block_table"].copy_(table)
+    inputs["kv_lens"].copy_(lens)
+
+
+def attend_sharing(inputs: dict[str, Any], **variant: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """The state with the pages that sequences share, and the first key of each sequence's own part."""
+    n_pages, page = inputs["key"].shape[:2]
+    shared = tatten.shared_pages(inputs["block_table"], inputs["kv_lens"], n_pages=n_pages, page_size=page)
+    return tatten.paged_attention(**inputs, **variant, shared_pages=shared, return_lse=True), shared.data[OWN]
+
+
+@pytest.mark.parametrize("variant", [{}, {"softcap": 20.0}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("page, dim", [(1, 128), (16, 128), (16, 64), (128, 128)])
+def test_one_captured_graph_serves_any_shared_pages(page: int, dim: int, variant: dict[str, Any]) -> None:
+    inputs, generator = pages(700, 12, page, 1024 // page, 12_000 // page, dim), torch.Generator().manual_seed(page)
+    if "sinks" in variant:
+        variant = {"sinks": torch.randn(32, device="cuda", dtype=torch.bfloat16)}
+    refill(inputs, generator)
+    attend_sharing(inputs, **variant)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (out, lse), own = attend_sharing(inputs, **variant)
+    sharing = 0
+    for i in range(40):
+        refill(inputs, generator)
+        if i % 5:
+            share(inputs, generator)
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        want, want_lse = reference(inputs, **variant)
+        torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+        sharing += int((own[:12][inputs["cu_seqlens_q"].diff() == 1] > 0).any())
+    assert sharing > 10
+
+
+@pytest.mark.parametrize("kind", ["head", "key"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_shared_pages_of_keys_in_8_bits(dtype: str, kind: str) -> None:
+    inputs, generator = pages(700, 12, 16, 64, 750), torch.Generator().manual_seed(0)
+    for name in ("key", "value"):
+        inputs[name] = (20 * inputs[name]).clamp(-99, 99).round().to(getattr(torch, dtype))
+        shape = inputs[name].shape[:3] if kind == "key" else (8,)
+        inputs[f"{name}_scale"] = torch.rand(shape, device="cuda") / 20
+    for _ in range(5):
+        refill(inputs, generator)
+        share(inputs, generator)
+        (out, lse), own = attend_sharing(inputs)
+        assert own.any()
+        want, want_lse = reference(inputs)
+        torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("programs", [None, 1, 7, 300])
+def test_shared_pages_in_any_number_of_programs(programs: int | None) -> None:
+    inputs, generator = pages(300, 40, 16, 64, 900), torch.Generator().manual_seed(1)
+    for _ in range(10):
+        refill(inputs, generator)
+        share(inputs, generator)
+        given = {name: inputs[name] for name in ("block_table", "kv_lens")}
+        shared = tatten.shared_pages(**given, n_pages=900, page_size=16)
+        call = MixedCall(**inputs, shared_pages=shared.data)
+        with fresh_memory_is_poison():
+            out, lse = plan_ragged(call, programs=programs)(call)
+        want, want_lse = reference(inputs)
+        torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
 
 
 def test_offsets_beyond_32_bits() -> None:
@@ -149,3 +223,14 @@ def test_compiled_with_inductor() -> None:
     compiled = torch.compile(tatten.paged_attention, backend="tatten", fullgraph=True)
     with torch.no_grad():
         assert torch.equal(compiled(**inputs), tatten.paged_attention(**inputs))
+
+
+def test_shared_pages_compiled_with_inductor() -> None:
+    inputs, generator = pages(700, 12, 16, 64, 750), torch.Generator().manual_seed(0)
+    refill(inputs, generator)
+    share(inputs, generator)
+    compiled = torch.compile(attend_sharing, backend="tatten", fullgraph=True)
+    with torch.no_grad():
+        (got, _), (want, own) = compiled(inputs), attend_sharing(inputs)
+    assert own.any()
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
