@@ -3,7 +3,7 @@
     python benchmarks/shared_pages.py --device cuda
     python benchmarks/shared_pages.py --device cpu            # small shapes
     python benchmarks/shared_pages.py --section finding
-    python benchmarks/shared_pages.py --section chunk         # on a CPU only
+    python benchmarks/shared_pages.py --section chunk
 
     shared      a prefix that all sequences share, and trees of two levels. `shared` reads block tables of sequences in
                 shuffled order with `shared_pages`, found beforehand; `paged` reads the same without; `segments` is
@@ -11,8 +11,9 @@
                 once for all layers
     finding     `tatten.shared_pages` alone, for tables with a shared first half and for tables that share nothing; and
                 attention to tables that share nothing, with `shared_pages` and without
-    chunk       the tables of the first section in a mixed batch: one sequence has 128 queries, each of the others one.
-                `shared` is `tatten.paged_attention` with `shared_pages`, and `paged` without. A GPU ignores them
+    chunk       mixed batches: the first sequence has a chunk of queries, each of the others one. `shared` is
+                `tatten.paged_attention` with `shared_pages`, and `paged` without. On a GPU also for tables that share
+                nothing
 
 On a GPU each candidate is a captured CUDA graph of several calls, which cycle through pages that the L2 cannot hold.
 Before it is timed, it is checked against float64 on two sequences. The candidates take turns, and medians are shown in
@@ -37,7 +38,6 @@ from tatten.ops.reference import decode_attention_reference
 
 LAYERS = 32
 MOST = {"shared": 1.10, "find": 20.0, "nothing shared": 3.0}  # ratio to segments; microseconds; microseconds more
-CHUNK = 128  # the queries of a chunk
 Level = tuple[int, int]  # its rows, and the keys of each
 Attend = Callable[[int], Tensor]  # of the number of a copy
 
@@ -90,6 +90,15 @@ def trees(device: str) -> list[Tree]:
         Tree(32, 8, ((1, 1024), (16, 2048), (256, 256))),
         Tree(32, 8, ((4, 8192), (32, 512), (128, 128))),
     ]
+
+
+def mixed_batches(device: str) -> list[tuple[Tree, int]]:
+    """Return trees, each with the queries of a chunk."""
+    if device == "cpu":
+        return [(tree, 128) for tree in trees(device)]
+    tables = [(batch, keys) for batch in (16, 64) for keys in (2048, 8192)]
+    batches = [(prefix(batch, 32, 8, keys, 256), chunk) for batch, keys in tables for chunk in (512, 2048)]
+    return batches + [(Tree(32, 8, ((batch, keys),)), 512) for batch, keys in tables]
 
 
 class Problem:
@@ -157,13 +166,13 @@ class Problem:
 
 
 class MixedProblem(Problem):
-    """The same tables, where the first sequence has `CHUNK` queries and each of the others one."""
+    """The same tables, where the first sequence has `chunk` queries and each of the others one."""
 
-    def __init__(self, tree: Tree, device: str) -> None:
+    def __init__(self, tree: Tree, device: str, chunk: int) -> None:
         super().__init__(tree, device)
-        first = torch.arange(tree.batch, device=device, dtype=torch.int32) + CHUNK
-        self.starts = torch.cat((first[:1] - CHUNK, first))
-        shape = CHUNK + tree.batch - 1, tree.q_heads, tree.head_dim
+        first = torch.arange(tree.batch, device=device, dtype=torch.int32) + chunk
+        self.starts = torch.cat((first[:1] - chunk, first))
+        shape = chunk + tree.batch - 1, tree.q_heads, tree.head_dim
         self.tokens = torch.randn(shape, device=device, dtype=self.q.dtype)
 
     def candidates(self) -> dict[str, Attend]:
@@ -207,19 +216,30 @@ def measure(problem: Problem, rounds: int, names: tuple[str, ...] = ()) -> dict[
     return in_turns(steps, rounds, lambda _, step: microseconds(step, problem.device, len(copies), repeats))
 
 
-def measure_trees(section: str, device: str, rounds: int) -> list[dict]:
-    """Measure decode steps of each tree, or, in the section `chunk`, mixed batches."""
-    kind, peer = (MixedProblem, "paged") if section == "chunk" else (Problem, "segments")
-    rows = []
-    for tree in trees(device):
-        us = measure(kind(tree, device), rounds)
-        ratio = (us["shared"] + us["find"] / LAYERS) / us[peer]
-        rows.append({"section": section, "name": tree.name, **asdict(tree), "us": us, "ratio": ratio})
-        cells = "  ".join(f"{name} {x:.1f}" for name, x in us.items())
-        print(f"{section:>6}  {tree.name:>45}  {cells}  {ratio:.3f} of {peer}", flush=True)
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    return rows
+def measure_trees(device: str, rounds: int) -> list[dict]:
+    """Measure decode steps of each tree."""
+    return [measure_row("shared", tree, Problem(tree, device), "segments", rounds) for tree in trees(device)]
+
+
+def measure_chunks(device: str, rounds: int) -> list[dict]:
+    """Measure mixed batches."""
+    return [
+        measure_row("chunk", tree, MixedProblem(tree, device, chunk), "paged", rounds, chunk=chunk)
+        for tree, chunk in mixed_batches(device)
+    ]
+
+
+def measure_row(section: str, tree: Tree, problem: Problem, peer: str, rounds: int, **given: int) -> dict:
+    us = measure(problem, rounds)
+    ratio = (us["shared"] + us["find"] / LAYERS) / us[peer]
+    name = ", ".join([tree.name, *(f"{what} {n}" for what, n in given.items())])
+    cells = "  ".join(f"{name} {x:.1f}" for name, x in us.items())
+    print(f"{section:>6}  {name:>45}  {cells}  {ratio:.3f} of {peer}", flush=True)
+    device = problem.device
+    del problem
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return {"section": section, "name": name, **asdict(tree), **given, "us": us, "ratio": ratio}
 
 
 def measure_finding(device: str, rounds: int) -> list[dict]:
@@ -261,20 +281,18 @@ def main() -> None:
     parser.add_argument("--section", nargs="*", choices=sections)
     args = parser.parse_args()
     if args.section is None:
-        args.section = sections if args.device == "cpu" else sections[:2]
-    elif "chunk" in args.section and args.device != "cpu":
-        parser.error("--section chunk takes --device cpu")
+        args.section = sections
     torch.manual_seed(0)
     rate = read_rate(args.device)
     print(f"{machine(args.device)}, reads {rate / 1e12:.3f} TB/s")
     rows = []
     with torch.no_grad():
         if "shared" in args.section:
-            rows += measure_trees("shared", args.device, args.rounds)
+            rows += measure_trees(args.device, args.rounds)
         if "finding" in args.section:
             rows += measure_finding(args.device, args.rounds)
         if "chunk" in args.section:
-            rows += measure_trees("chunk", args.device, args.rounds)
+            rows += measure_chunks(args.device, args.rounds)
     figures = bars(rows)
     for what, (figure, bound) in figures.items():
         verdict = f", at most {bound:.2f} is asked for: {'yes' if figure <= bound else 'NO'}" * (args.device == "cuda")

@@ -34,13 +34,20 @@ def test_all_candidates_are_timed(problem: shared_pages.Problem) -> None:
 
 
 def test_a_chunk_beside_decode_steps(problem: shared_pages.Problem) -> None:
-    mixed = shared_pages.MixedProblem(TREE, "cpu")
-    assert mixed.starts.tolist() == [0, 128, 129, 130, 131]
+    mixed = shared_pages.MixedProblem(TREE, "cpu", 100)
+    assert mixed.starts.tolist() == [0, 100, 101, 102, 103]
     assert shared_pages.measure(mixed, 1).keys() == {"shared", "paged", "find"}
     mixed.pools.reverse()
     wrong = mixed.candidates()["shared"](0)
     mixed.pools.reverse()
     assert mixed.error("shared", wrong) > 1e-2
+    row = shared_pages.measure_row("chunk", TREE, mixed, "paged", 1, chunk=100)
+    assert row["name"].endswith("4 x 32, chunk 100")
+
+
+def test_chunks_fit_into_their_sequences() -> None:
+    for device in ("cpu", "cuda"):
+        assert all(sum(keys for _, keys in tree.levels) >= chunk for tree, chunk in shared_pages.mixed_batches(device))
 
 
 def test_a_wrong_candidate_is_not_timed(problem: shared_pages.Problem) -> None:
