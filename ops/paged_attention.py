@@ -97,7 +97,7 @@ def paged_attention(
             CPU `softcap` is not supported with it.
         shared_pages: the result of `tatten.shared_pages` for `block_table` and `kv_lens`. Sequences with one query read
             a page that they share once. Results are the same up to rounding. Ignored with `window` or
-            `batch_invariant`, on a GPU, and in exported programs.
+            `batch_invariant`, in float64 on CUDA, and in exported programs.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:
