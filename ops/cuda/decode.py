@@ -48,8 +48,10 @@ class SegmentLaunch:
         optional = kv_lens, block_mask, row_groups, call.sinks if self.sinks else None, shared if self.part else None
         # The kernels need contiguous tensors here. A copy is one more launch.
         kv_lens, block_mask, row_groups, sinks, shared = [x if x is None else x.contiguous() for x in optional]
-        if table is None:  # in pages, scales may have any strides
-            key_scale, value_scale = [x if x is None else x.contiguous() for x in (key_scale, value_scale)]
+        # Scales in pages may have any strides.
+        key_scale, value_scale = [
+            x if x is None or (table is not None and x.dim() == 3) else x.contiguous() for x in (key_scale, value_scale)
+        ]
         mask, block_mask = self.mask(attn_mask, kv_lens, block_mask, table)
         out, lse, partial_out, partial_lse = allocate(call.query, *self.writes)
         self.launch(
@@ -135,7 +137,8 @@ def plan_segment(
     sinks = place.sinks and call.sinks is not None
 
     mask = plan_mask(query, stored, window)
-    auxiliary = (stored.block_mask, stored.row_groups, stored.kv_lens if part else None)
+    scales = [x for x in (stored.key_scale, stored.value_scale) if part and x is not None and x.dim() == 1]
+    auxiliary = (stored.block_mask, stored.row_groups, stored.kv_lens if part else None, *scales)
     copies = any(x is not None and not x.is_contiguous() for x in auxiliary)
     beside_previous = place.beside_previous and mask.find_blocks is None and not copies
     kv_bytes = stored.kv_batch * kv_heads * kv_len * (head_dim + value_dim) * key.element_size()

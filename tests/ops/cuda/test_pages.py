@@ -106,6 +106,20 @@ def test_scales_in_pages(dtype: torch.dtype, page: int, masked: bool) -> None:
 
 
 @interpreted
+def test_scales_of_heads_may_have_any_strides() -> None:
+    from tatten.ops.cuda.decode import plan_attention
+
+    pool = torch.randint(-99, 99, (4, 16, 2, 8), dtype=torch.int8)
+    given: dict[str, Any] = {"block_table": torch.tensor([[3, 1]]).int(), "kv_lens": torch.tensor([30])}
+    given |= {"key_scale": torch.tensor([0.02, 50.0, 0.05])[::2], "value_scale": torch.tensor(0.7).expand(2)}
+    call = decode_call(torch.randn(1, 4, 1, 8), pool, pool, **given)
+    for x, want in zip(
+        plan_attention(call)(call), decode_attention_reference(call.query, pool, pool, **given), strict=True
+    ):
+        torch.testing.assert_close(x.double(), want, rtol=1e-5, atol=1e-4)
+
+
+@interpreted
 @pytest.mark.parametrize("page", [64, 128, 256])
 def test_a_run_of_full_blocks_begins_within_a_page(page: int) -> None:
     from tatten.ops.cuda.decode import plan_attention
