@@ -38,11 +38,12 @@ class AttendShared:
     def __call__(self, call: MixedCall) -> State:
         assert call.shared_pages is not None
         out, lse, scratch, blocks, ends, partial_out, partial_lse, kept, queries = allocate(call.query, *self.writes)
+        # Launches run beside each other, so a copy comes before all of them.
+        sinks = None if call.sinks is None else call.sinks.contiguous()
         inputs = call.cu_seqlens_q.contiguous(), call.kv_lens.contiguous(), call.shared_pages.contiguous()
         self.list_blocks(*inputs, call.query, scratch, blocks, ends, kept, queries)
         steps = call.sequences(queries, call.block_table, call.kv_lens, kept)
         shared = self.shared_part(steps, steps.segments[0]._replace(kv_lens=None, row_groups=kept))
-        sinks = None if call.sinks is None else call.sinks.contiguous()
         for attend in self.launches:
             attend(call, blocks, ends, sinks, (out, lse, partial_out, partial_lse))
         self.combine(blocks, ends, scratch, out, lse, partial_out, partial_lse, tuple(shared))
