@@ -62,9 +62,7 @@ def test_one_graph_has_all_layers(name: str, samples: int) -> None:
     got = run(model, ids, greedy(NEW, samples), **PADDED, **compiled(backend))
     assert got == [tokens for tokens in expected(model, ids, NEW) for _ in range(samples)]
     assert all(layers == list(range(model.config.num_hidden_layers)) for layers in backend.layers())
-    assert (
-        len(backend.graphs) <= 6
-    )  # batches of one token, of several, and steps with chunks, which hold old keys or not
+    assert len(backend.graphs) <= 6  # decode steps of one request and of several, and steps with chunks
 
 
 @pytest.mark.drawn(1)
@@ -134,7 +132,5 @@ def test_a_freed_cache() -> None:
     gc.collect()
     rows, heads = torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, 4, 1, 16)
     new = heads[:, :2]
-    with pytest.raises(
-        RuntimeError, match=f"cache {int(number)} of a compiled step must exist as long as the step runs"
-    ):
+    with pytest.raises(RuntimeError, match=f"cache {int(number)} must exist as long as a compiled step runs"):
         torch.ops.tatten.attend_pages(heads, new, new, number, 0, rows, *(None,) * 4, 0, 0, *(None,) * 4)

@@ -14,7 +14,7 @@ if not transformers.__version__.startswith("5.24"):
     pytest.skip("no other transformers was tested", allow_module_level=True)
 
 from batched_models import MODELS, SHARING, batching, build, greedy, prompts, quick
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from tatten.integrations.transformers.continuous_batching import attention, steps
 
@@ -128,6 +128,20 @@ def test_forks_beside_a_chunk(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> 
     for i, tokens in enumerate(generate(model, ids, options, n=4)):
         check_greedy(model, ids[i // 4], tokens)
     assert calls["shared"] > 0
+
+
+@pytest.mark.parametrize("backend", ["inductor", "tatten"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_compiled_decode_steps_in_graphs(name: str, backend: str) -> None:
+    """Each step is one graph of Dynamo, captured with the attention of all layers. Forks share pages."""
+    torch._dynamo.reset()
+    model, ids = on_gpu(name, torch.bfloat16), prompts(LENGTHS, common=60)
+    compiling = CompileConfig(backend=backend, mode=None, fullgraph=True, dynamic=True)
+    options = config(page_size=16, num_blocks=600, max_batch_tokens=512, decode_compile_config=compiling)
+    for i, answer in enumerate(generate(model, ids, options, n=3)):
+        check_greedy(model, ids[i // 3], answer)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # of one request, and of any number
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])

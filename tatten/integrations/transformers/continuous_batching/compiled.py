@@ -81,9 +81,7 @@ def _attend_pages(
 ) -> Tensor:
     cache = _caches.get(int(number))
     if cache is None:
-        raise RuntimeError(
-            f"cache {int(number)} of a compiled step must exist as long as the step runs, but it was freed"
-        )
+        raise RuntimeError(f"cache {int(number)} must exist as long as a compiled step runs, but it was freed")
     tables = StepTables(rows, reads, slots, starts, key_starts, most_new, longest)
     pages = cache.pages_of_layer(layer, key, value, tables)
     return attend(query, key, value, pages, scale, sliding_window, softcap, sinks).contiguous()
