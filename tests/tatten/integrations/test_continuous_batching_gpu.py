@@ -135,6 +135,7 @@ def test_forks_beside_a_chunk(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> 
 def test_compiled_decode_steps_in_graphs(name: str, backend: str) -> None:
     """Each step is one graph of Dynamo, captured with the attention of all layers. Forks share pages."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     model, ids = on_gpu(name, torch.bfloat16), prompts(LENGTHS, common=60)
     compiling = CompileConfig(backend=backend, mode=None, fullgraph=True, dynamic=True)
     options = config(page_size=16, num_blocks=600, max_batch_tokens=512, decode_compile_config=compiling)
