@@ -69,7 +69,7 @@ def plan_shared_blocks(
         {"num_warps": 8, "launch_pdl": pdl},
         query_strides=query.stride(),
         q_heads=q_heads,
-        **list_sizes(call, *classes),
+        **list_sizes(call, *classes, on_hopper),
         ENTRIES=power_of_2(LEVELS * batch + 1),
         MEMBERS=most_members(batch),
         DIM=dim,

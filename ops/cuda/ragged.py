@@ -41,6 +41,7 @@ from tatten.ops.states import State, accumulator_dtype
 
 MANY_ROWS = 64  # blocks are large if sequences have more packed queries than this on average
 HOPPER_M, HOPPER_N = 128, 128  # the largest tile of the pages kernel
+NEAR_BYTES = 1 << 24  # of a sequence's keys and values, which an L2 cache holds beside others
 WIDEST_COMBINE = 128  # columns of a program that combines
 
 
@@ -141,7 +142,7 @@ def plan_ragged(
         _list_blocks_kernel,
         (2,),
         {"num_warps": 8, "launch_pdl": pdl},
-        **list_sizes(call, few, many),
+        **list_sizes(call, few, many, on_hopper),
         window=window or 0,
         CHUNK=few.chunk,
         WINDOW=window is not None,
@@ -155,8 +156,12 @@ def plan_ragged(
     )
 
 
-def list_sizes(call: MixedCall, few: BlockClass, many: BlockClass) -> dict[str, Any]:
-    """Return the sizes that the lists of blocks are made for, by the names of the kernels' arguments."""
+def list_sizes(call: MixedCall, few: BlockClass, many: BlockClass, on_hopper: bool) -> dict[str, Any]:
+    """Return the sizes that the lists of blocks are made for, by the names of the kernels' arguments.
+
+    `on_hopper`: the pages kernel attends, whose programs may take whole work tiles.
+    """
+    tile_bytes = 2 * call.key.shape[2] * HOPPER_N * call.key.shape[3] * call.key.element_size()  # of all kv heads
     return {
         "n_tokens": call.query.shape[0],
         "batch": call.batch,
@@ -167,7 +172,11 @@ def list_sizes(call: MixedCall, few: BlockClass, many: BlockClass) -> dict[str, 
         "many": many.room,
         "SEQUENCES": power_of_2(call.batch + 1),
         "TILES": tuple((x.tiles.block_m, x.tiles.block_n) for x in (few, many)),
+        "few_programs": few.programs,
+        "many_programs": many.programs,
+        "far_tiles": ceil_div(NEAR_BYTES, tile_bytes),
         "BLOCK": 256,
+        "WHOLE": on_hopper,
     }
 
 

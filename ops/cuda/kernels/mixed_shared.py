@@ -18,6 +18,7 @@ from tatten.ops.cuda.kernels.partials import find_shared_partials, fold_partials
 from tatten.ops.cuda.kernels.query_blocks import (
     COLUMNS,
     FEW_ROWS,
+    WHOLE_COLUMN,
     combine_shares,
     list_blocks,
     starts_of,
@@ -36,7 +37,7 @@ from tatten.ops.page_runs import (
     UNIT_KEYS,
 )
 
-_COLUMNS, _FEW_ROWS = tl.constexpr(COLUMNS), tl.constexpr(FEW_ROWS)
+_COLUMNS, _FEW_ROWS, _WHOLE_COLUMN = tl.constexpr(COLUMNS), tl.constexpr(FEW_ROWS), tl.constexpr(WHOLE_COLUMN)
 _LEVELS, _UNIT_KEYS = tl.constexpr(LEVELS), tl.constexpr(UNIT_KEYS)
 _LEADERS, _BEGINS, _ORDER, _PLACES, _STARTS, _STOPS, _ENTRY_STOPS, _OWN, _TILE_ENDS = (
     tl.constexpr(row) for row in (LEADERS, BEGINS, ORDER, PLACES, STARTS, STOPS, ENTRY_STOPS, OWN, TILE_ENDS)
@@ -45,7 +46,12 @@ LISTS = 3  # programs that make lists; each of the others copies the query of a 
 _LISTS = tl.constexpr(LISTS)
 
 
-@triton.jit(do_not_specialize=["n_tokens", "batch", "kv_len", "q_heads", "kv_heads", "heads_per_kv", "few", "many"])
+@triton.jit(
+    do_not_specialize=[
+        *("n_tokens", "batch", "kv_len", "q_heads", "kv_heads", "heads_per_kv", "few", "many"),
+        *("few_programs", "many_programs", "far_tiles"),
+    ]
+)
 def _list_shared_kernel(
     cu_seqlens_q,
     kv_lens,
@@ -65,12 +71,16 @@ def _list_shared_kernel(
     heads_per_kv,
     few,
     many,
+    few_programs,
+    many_programs,
+    far_tiles,
     SEQUENCES: tl.constexpr,
     TILES: tl.constexpr,
     ENTRIES: tl.constexpr,
     MEMBERS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """List the blocks of each class, write `kept` for `shared`, and copy the queries of sequences that share keys."""
@@ -85,11 +95,13 @@ def _list_shared_kernel(
             (cu_seqlens_q, kv_lens, own_starts),
             (scratch, blocks, ends),
             (n_tokens, batch, kv_len, 0, kv_heads, heads_per_kv, few, many),
+            (few_programs, many_programs, far_tiles),
             SEQUENCES,
             TILES,
             0,
             False,
             BLOCK,
+            WHOLE,
             False,
         )
     elif program == 2:
@@ -340,6 +352,7 @@ def _add_runs(
     start = tl.load(ends + block) - (kv_heads - kv_head) * n_tiles
     first = ((start + 1) * active - 1) // total
     owners = (((start + n_tiles) * active - 1) // total - first + 1).to(tl.int32)
+    owners = tl.where(tl.load(blocks + _WHOLE_COLUMN) != 0, 1, owners)
     later = (start > total * first // active).to(tl.int64)
 
     row_max = tl.full([_FEW_ROWS], float("-inf"), tl.float32)

@@ -11,35 +11,61 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tatten.ops.cuda.kernels.query_blocks import COLUMNS
+from tatten.ops.cuda.kernels.query_blocks import COLUMNS, WHOLE_COLUMN
 from tatten.ops.page_runs import BEGINS, ENTRY_STOPS, LEVELS, ORDER, STARTS, STOPS
 
 BLOCK_N = 128  # keys of a tile
 _BLOCK_N = gl.constexpr(BLOCK_N)
-_COLUMNS, _LEVELS = gl.constexpr(COLUMNS), gl.constexpr(LEVELS)
+_COLUMNS, _WHOLE_COLUMN, _LEVELS = gl.constexpr(COLUMNS), gl.constexpr(WHOLE_COLUMN), gl.constexpr(LEVELS)
 _BEGINS, _ORDER, _STARTS = gl.constexpr(BEGINS), gl.constexpr(ORDER), gl.constexpr(STARTS)
 _STOPS, _ENTRY_STOPS = gl.constexpr(STOPS), gl.constexpr(ENTRY_STOPS)
 
 
 @gluon.jit
-def share_of_program(ends, unit, room, programs):
+def share_of_program(ends, unit, room, programs, blocks, kv_heads, SHARED: gl.constexpr):
     """Return this program's part of the tile space, the block that it begins in, and that block's end.
 
-    `ends` are the ends of blocks, in units of `unit` tiles.
+    Without `SHARED` the part may be the nearest whole work tiles (`query_blocks`).
+
+    Args:
+        ends: the ends of blocks, in units of `unit` tiles.
+        blocks: their list.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     total = gl.load(ends + (room - 1)).to(gl.int32) * unit
     active = gl.maximum(gl.minimum(programs, total), 1)
     program = gl.program_id(0).to(gl.int64)
     begin = gl.minimum(total * program // active, total).to(gl.int32)
     end = gl.minimum(total * (program + 1) // active, total).to(gl.int32)
+    block = _block_at(ends, unit, room, begin)
+    if not SHARED:
+        if gl.load(blocks + _WHOLE_COLUMN) != 0:
+            if end < total:
+                last = _block_at(ends, unit, room, end)
+                end = _nearest(end, gl.load(ends + last).to(gl.int32), gl.load(blocks + last * _COLUMNS + 6), kv_heads)
+            if begin < total:
+                block_end = gl.load(ends + block).to(gl.int32)
+                begin = _nearest(begin, block_end, gl.load(blocks + block * _COLUMNS + 6), kv_heads)
+                block = gl.minimum(block + (begin == block_end).to(gl.int32), room - 1)
+    return begin, end, block, gl.load(ends + block).to(gl.int32) * unit
+
+
+@gluon.jit
+def _block_at(ends, unit, room, place):
+    """Return the block that a place of the tile space belongs to, or the last one."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     block = 0
     for i in range(0, room, 1024):
         at = i + gl.arange(0, 1024, layout=layout)
         block_ends = gl.load(ends + at, mask=at < room, other=0).to(gl.int32) * unit
-        block += gl.sum(((block_ends <= begin) & (at < room)).to(gl.int32), axis=0)
-    block = gl.minimum(block, room - 1)
-    return begin, end, block, gl.load(ends + block).to(gl.int32) * unit
+        block += gl.sum(((block_ends <= place) & (at < room)).to(gl.int32), axis=0)
+    return gl.minimum(block, room - 1)
+
+
+@gluon.jit
+def _nearest(place, block_end, n_tiles, kv_heads):
+    """Return the begin or the end of a work tile that is nearest to a place in it."""
+    in_block = place - (block_end - n_tiles * kv_heads)
+    return place - in_block + (in_block + n_tiles // 2) // n_tiles * n_tiles
 
 
 @gluon.jit

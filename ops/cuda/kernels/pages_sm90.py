@@ -333,10 +333,10 @@ def _pages_kernel(
     gdc_launch_dependents()
     if SHARED:
         place, end, block, block_end = share_of_program(
-            lists + _TILE_ENDS * (_LEVELS * batch + 1), kv_heads * q_blocks, room, programs
+            lists + _TILE_ENDS * (_LEVELS * batch + 1), kv_heads * q_blocks, room, programs, lists, kv_heads, SHARED
         )
     else:
-        place, end, block, block_end = share_of_program(ends, 1, room, programs)
+        place, end, block, block_end = share_of_program(ends, 1, room, programs, lists, kv_heads, SHARED)
     tensors = (query, sinks, out, lse, partial_out, partial_lse)
     buffers = (keys, values, unnamed, full, empty, zeroed)
     strides = (query_b, query_h, query_l)

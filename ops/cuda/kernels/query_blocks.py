@@ -6,6 +6,10 @@ a list of its own, with room for as many blocks as the shapes allow, and a tile 
 kv heads, one after the other. `ends` are the ends of the blocks in it. With chunks, they count chunks of tiles instead,
 which depend on their block alone.
 
+Programs take equal parts of the tile space, or with `WHOLE` the nearest whole work tiles, where that is nearly as even.
+Programs then go through the keys of a sequence in step, and find them in the L2 cache. The choice is a number in the
+first block's last column.
+
 Padding tokens are a sequence without keys, after the others.
 """
 
@@ -18,8 +22,9 @@ from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_states
 from tatten.ops.cuda.kernels.tile_scheduler import chunks_of
 
 FEW_ROWS = 16
-COLUMNS = 7  # numbers that describe a block: see `load_block`
-_FEW_ROWS, _COLUMNS = tl.constexpr(FEW_ROWS), tl.constexpr(COLUMNS)
+COLUMNS = 8  # numbers that describe a block: see `load_block`; the last one of the first block describes its class
+WHOLE_COLUMN = COLUMNS - 1
+_FEW_ROWS, _COLUMNS, _WHOLE_COLUMN = tl.constexpr(FEW_ROWS), tl.constexpr(COLUMNS), tl.constexpr(WHOLE_COLUMN)
 
 
 @triton.jit
@@ -35,7 +40,12 @@ def starts_of(cu_seqlens_q, sequences, n_tokens, batch):
     return tl.associative_scan(tl.where(sequences > batch, n_tokens, starts), 0, _larger)
 
 
-@triton.jit(do_not_specialize=["n_tokens", "batch", "kv_len", "window", "kv_heads", "heads_per_kv", "few", "many"])
+@triton.jit(
+    do_not_specialize=[
+        *("n_tokens", "batch", "kv_len", "window", "kv_heads", "heads_per_kv", "few", "many"),
+        *("few_programs", "many_programs", "far_tiles"),
+    ]
+)
 def _list_blocks_kernel(
     cu_seqlens_q,
     kv_lens,
@@ -50,11 +60,15 @@ def _list_blocks_kernel(
     heads_per_kv,
     few,
     many,
+    few_programs,
+    many_programs,
+    far_tiles,
     SEQUENCES: tl.constexpr,
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """List the blocks of one class in each of two programs. `few`, `many`: the room for them; 0 without a launch."""
@@ -63,11 +77,13 @@ def _list_blocks_kernel(
         (cu_seqlens_q, kv_lens, None),
         (scratch, blocks, ends),
         (n_tokens, batch, kv_len, window, kv_heads, heads_per_kv, few, many),
+        (few_programs, many_programs, far_tiles),
         SEQUENCES,
         TILES,
         CHUNK,
         WINDOW,
         BLOCK,
+        WHOLE,
         PDL,
     )
 
@@ -78,11 +94,13 @@ def list_blocks(
     inputs,
     lists,
     sizes,
+    schedule,
     SEQUENCES: tl.constexpr,
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """List the blocks of a class.
@@ -118,6 +136,7 @@ def list_blocks(
     tl.debug_barrier()
 
     total = tl.zeros([], tl.int64)
+    most_tiles = 1
     for i in range(0, room, BLOCK):
         block = i + tl.arange(0, BLOCK)
         ok = block < used
@@ -146,6 +165,7 @@ def list_blocks(
         block_shares = tl.where(ok, shares.to(tl.int64) * kv_heads, 0)
         tl.store(ends + block, total + tl.cumsum(block_shares, axis=0), mask=block < room)
         total += tl.sum(block_shares, axis=0)
+        most_tiles = tl.maximum(most_tiles, tl.max(tl.where(ok, tiles, 1), axis=0))
         at = blocks + block * _COLUMNS
         tl.store(at, sequence, mask=ok)
         tl.store(at + 1, row, mask=ok)
@@ -154,6 +174,24 @@ def list_blocks(
         tl.store(at + 4, length, mask=ok)
         tl.store(at + 5, skipped, mask=ok)
         tl.store(at + 6, tiles, mask=ok)
+    if room > 0:
+        whole = 0
+        if WHOLE:
+            few_programs, many_programs, far_tiles = schedule
+            whole = takes_whole(tl.where(is_many == 1, many_programs, few_programs), total, most_tiles, far_tiles)
+        tl.store(blocks + _WHOLE_COLUMN, whole)
+
+
+@triton.jit
+def takes_whole(programs, total, most_tiles, far_tiles):
+    """Return 1 if programs take whole work tiles: if that is at most a tenth less even than equal parts.
+
+    With `far_tiles` or more, keys of all kv heads don't stay in the L2 cache, so it may be a quarter less even.
+    """
+    active = tl.maximum(tl.minimum(programs, total), 1)
+    largest = tl.cdiv(total, active * most_tiles) * most_tiles * active  # of a program, times the number of programs
+    far = (most_tiles >= far_tiles) & (4 * largest <= 5 * total)
+    return ((10 * largest <= 11 * total) | far).to(tl.int32)
 
 
 @triton.jit
@@ -273,6 +311,7 @@ def combine_shares(
         start = place - in_block % n_tiles
         before = total * (program - 1) // active
         combines = (start < place) & (before <= start)  # the previous program has the first share
+        combines = combines & (tl.load(blocks + _WHOLE_COLUMN) == 0)
         if left_alone is not None:
             combines = combines & (tl.load(left_alone + sequence) == 0)
         if combines:

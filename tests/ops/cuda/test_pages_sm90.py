@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from poison import fresh_memory_is_poison
 from shared_tables import Tables, drawn, inputs_of, made, shared_of
 from slow import slow_but
 
+from tatten.ops.cuda.allocation import allocate
+from tatten.ops.cuda.kernels.query_blocks import WHOLE_COLUMN
 from tatten.ops.kernel_signatures import decode_call
 from tatten.ops.mixed_batch import MixedCall
 from tatten.ops.page_runs import OWN
@@ -48,6 +51,33 @@ def test_mixed_batches(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
             from tatten.ops.cuda.ragged import plan_ragged
 
             out, lse = plan_ragged(MixedCall(**inputs), programs=programs)(MixedCall(**inputs))
+        batch.check(out, lse, dense, parts=12)
+
+
+def takes_whole(plan: Any, call: MixedCall) -> bool:
+    """Return True if programs take whole work tiles, as the first block says."""
+    _, _, scratch, blocks, ends, _, _ = allocate(call.query, *plan.writes)
+    plan.list_blocks(call.cu_seqlens_q, call.kv_lens, scratch, blocks, ends)
+    return bool(blocks[0, WHOLE_COLUMN])
+
+
+@interpreted
+@pytest.mark.parametrize("n", slow_but([2], [2, 25]))
+def test_programs_take_whole_work_tiles(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do so if the parts are nearly equal then. No part is left out, and none is computed twice."""
+    from tatten.ops.cuda import ragged
+
+    monkeypatch.setattr(ragged, "NEAR_BYTES", 1)
+    rng, counts = random.Random(n), Counter[bool]()
+    while min(counts[True], counts[False]) < n:
+        batch, programs = batch_for_hopper(rng), rng.choice((1, 2, 3, 4, 7, 12, 30))
+        inputs, dense = batch.inputs()
+        call = MixedCall(**inputs)
+        with pytest.MonkeyPatch.context() as patch, fresh_memory_is_poison():
+            install(patch, counts.total())
+            plan = ragged.plan_ragged(call, programs=programs)
+            counts[takes_whole(plan, call)] += 1
+            out, lse = plan(call)
         batch.check(out, lse, dense, parts=12)
 
 
