@@ -82,7 +82,18 @@ STEPS = {
         Step("overhead", "overhead.py --device cuda", 1),
         Step("paged", "paged.py --device cuda", 2, "paged.py --section nine --rounds 1"),
         Step("gathers_cuda", "gathers.py --device cuda", 2, "gathers.py --rounds 1"),
-        Step("shared_pages", "shared_pages.py --device cuda", 2.5, "shared_pages.py --section finding --rounds 1"),
+        Step(
+            "shared_pages",
+            "shared_pages.py --device cuda --section shared finding",
+            2.5,
+            "shared_pages.py --section finding --rounds 1",
+        ),
+        Step(
+            "shared_chunks",
+            "shared_pages.py --device cuda --section chunk",
+            1.5,
+            "shared_pages.py --section chunk --rounds 1",
+        ),
         Step("mixed", "mixed.py --device cuda", 1, "mixed.py --rounds 1"),
         Step("aoti_cuda", "aoti.py --device cuda --rows 0", 4, "aoti.py --rows 1 --repeats 1"),
         Step(
@@ -214,6 +225,18 @@ STEPS = {
             f"generate_batch.py --settings {which} --only sdpa --rounds 1",
         )
         for which, limit in (("a", 260), ("b", 145), ("gemma3", 190), ("gpt_oss", 190))
+    ]
+    + [
+        Step(
+            name,
+            f"generate_batch.py --device cuda --settings b --only {candidates} --rounds 1 --limit {limit}",
+            minutes,
+            "generate_batch.py --settings b --only tatten_compiled --rounds 1",
+        )
+        for name, candidates, limit, minutes in (
+            ("generate_batch_compiled", "tatten_compiled", 320, 6),
+            ("generate_batch_compiled_peers", "tatten tatten_compiled fa3 fa3_compiled", 170, 8),
+        )
     ],
     "cpu": [
         Step(
@@ -254,7 +277,7 @@ STEPS = {
         ),
     ],
 }
-MINUTES = {"one": 63.0, "two": 25.0, "eight": 2.0, "h100": 9.0, "batches": 40.0, "cpu": 84.0}
+MINUTES = {"one": 64.5, "two": 25.0, "eight": 2.0, "h100": 9.0, "batches": 54.0, "cpu": 84.0}
 
 
 def line(step: Step, quick: bool, path: Path) -> list[str]:

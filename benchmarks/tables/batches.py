@@ -46,7 +46,14 @@ SOAK: dict[str, Cell | str] = {
 TABLES = {
     **{
         name: Table(name, BATCHES, measured)
-        for name in ("generate_batch_a", "generate_batch_b", "generate_batch_gemma3", "generate_batch_gpt_oss")
+        for name in (
+            "generate_batch_a",
+            "generate_batch_b",
+            "generate_batch_compiled",
+            "generate_batch_compiled_peers",
+            "generate_batch_gemma3",
+            "generate_batch_gpt_oss",
+        )
     },
     "generate_batch_host": Table("generate_batch_host", HOST, measured),
     "soak": Table("soak", SOAK),

@@ -49,6 +49,13 @@ FINDING: dict[str, Cell | str] = {
     "attention, pages apart": us("paged"),
     "with what was found": us("shared"),
 }
+CHUNKS: dict[str, Cell | str] = {
+    "heads, keys of each level, and queries of the chunk": "name",
+    "pages apart": us("paged"),
+    "shared": us("shared"),
+    "finding them": us("find"),
+    "shared, with 1/32 of finding, to apart": lambda r: number(r["ratio"], 2),
+}
 MIXED: dict[str, Cell | str] = {
     "batch": "name",
     "page": "page",
@@ -63,4 +70,5 @@ TABLES = {
     "shared_pages": Table("shared_pages", SHARED, lambda r: r["section"] == "shared"),
     "finding_pages": Table("shared_pages", FINDING, lambda r: r["section"] == "finding"),
     "mixed": Table("mixed", MIXED),
+    "shared_chunks": Table("shared_chunks", CHUNKS),
 }

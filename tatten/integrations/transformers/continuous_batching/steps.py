@@ -43,7 +43,7 @@ class ChunkStep:
         slots: int64 `[tokens]`, as in `DecodeStep`.
         starts: int32 `[batch + 1]`: where the tokens of each request begin.
         table, lens, window: as in `DecodeStep`.
-        shared: the pages that requests share, which those with one token read once; None if they can't share any.
+        shared: the pages that requests share, found in every step on a CPU; None on a GPU, or if they can't share any.
     """
 
     slots: Tensor
@@ -114,7 +114,9 @@ def chunk_step(
         return ChunkStep(slots, starts, table.to(torch.int32), lens, None, group.window)
     entries = _first_blocks(lens, group)[:, None] + columns
     table = (reads[entries.clamp(max=reads.shape[0] - 1)] * group.stride).to(torch.int32)
-    return ChunkStep(slots, starts, table, lens, _shared(table, lens, group), group.window)
+    # On an H100, 16 requests that share 8192 keys beside a chunk took up to 1.35 of the time without sharing.
+    shared = _shared(table, lens, group) if table.device.type == "cpu" else None
+    return ChunkStep(slots, starts, table, lens, shared, group.window)
 
 
 def _shared(table: Tensor, lens: Tensor, group: LayerGroup) -> SharedPages | None:
