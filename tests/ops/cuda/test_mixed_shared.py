@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import random
@@ -122,6 +123,37 @@ def test_random_tables(n: int) -> None:
         assert_same(got, paged_attention_reference(**inputs), 1e-5)
         sharing += any(q_len == 1 and own for q_len, own in zip(q_lens, shared[OWN].tolist(), strict=False))
     assert sharing > n // 4
+
+
+@pytest.mark.parametrize("many_m", [16, 32, 64])
+def test_a_query_may_fill_several_blocks(many_m: int) -> None:
+    tables = made(random.Random(0), [[0, 1, *range(2 + 6 * b, 8 + 6 * b)] for b in range(3)], [400, 430, 500], 64, 20)
+    inputs = mixed_inputs(tables, [1, 2, 1], 1, dtype=torch.float32, heads=40, kv_heads=1)
+    got = attend(inputs, shared_of(tables).data, small_tiles(many_m), 19)
+    assert_same(got, paged_attention_reference(**inputs), 1e-5)
+
+
+def test_no_state_is_written_by_two_programs() -> None:
+    """Programs that combine the blocks of all sequences leave alone those of sequences that share keys."""
+    from tatten.ops.cuda.launcher import Launch
+    from tatten.ops.cuda.ragged import plan_ragged
+
+    tables = made(random.Random(0), [[0, 1, *range(2 + 6 * b, 8 + 6 * b)] for b in range(3)], [500] * 3, 64, 20)
+    inputs = mixed_inputs(tables, [1, 1, 3], dtype=torch.float32)
+    call = MixedCall(**inputs, shared_pages=shared_of(tables).data)
+    plan: Any = plan_ragged(call, tiles=small_tiles(), programs=7)
+    combine, changed = plan.combine, []
+
+    def twice(blocks: Tensor, ends: Tensor, scratch: Tensor, out: Tensor, *rest: Any) -> None:
+        sizes = combine.arguments
+        parts = sizes["few_programs"] + sizes["many_programs"] * sizes["MANY_M"] // 16
+        combine(blocks, ends, scratch, out, *rest)
+        before = out.clone()
+        Launch(combine.kernel, (parts,), combine.options, **sizes)(blocks, ends, scratch, out, *rest)
+        changed.append((out != before).any().item())
+
+    dataclasses.replace(plan, combine=twice)(call)
+    assert changed == [False]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
