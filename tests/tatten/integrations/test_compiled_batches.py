@@ -53,9 +53,9 @@ def compiled(backend: Any, **options: Any) -> dict[str, CompileConfig]:
     return {"varlen_compile_config": config, "decode_compile_config": config}
 
 
-@pytest.mark.drawn(2)
-@pytest.mark.parametrize("name", slow_but(["llama", "gemma3"], MODELS))
-@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize(
+    "name, samples", slow_but([("llama", 3), ("gemma3", 1)], [(name, n) for name in MODELS for n in (1, 3)])
+)
 def test_one_graph_has_all_layers(name: str, samples: int) -> None:
     """Chunks, decode steps, rings and forks: each step is one graph, with the tokens of `generate`."""
     model, ids, backend = build(name), prompts(), Graphs()
@@ -65,7 +65,6 @@ def test_one_graph_has_all_layers(name: str, samples: int) -> None:
     assert len(backend.graphs) <= 6  # decode steps of one request and of several, and steps with chunks
 
 
-@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "gemma2", "gpt_oss"]))
 def test_tokens_under_tatten(name: str) -> None:
     model, ids = build(name, num_hidden_layers=2, layer_types=None), prompts()
@@ -85,7 +84,7 @@ def test_sampled_tokens() -> None:
     assert len({tuple(tokens) for tokens in want}) > 4
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "gemma3"]))
 def test_a_second_manager_compiles_nothing(name: str) -> None:
     """Its steps run the graphs of the first one over pages of its own."""
     model, ids, backend = build(name), prompts(), Graphs()
@@ -112,6 +111,7 @@ class Checked(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_the_op_fits_its_schema_and_shapes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of one layer can attend twice in one step."""
