@@ -371,13 +371,14 @@ def test_the_code_of_the_page() -> None:
     page = Path(__file__).parents[3] / "docs/continuous_batching.md"
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     *complete, grpo = blocks  # the last one loads a model that is not here
-    assert len(complete) == 2
     assert "ForkedRollouts" in grpo
+    answers = []
     for code in complete:
         names: dict[str, Any] = {}
         with no_warnings(), quick():
-            exec(code, names)
-        assert [len(x) > 0 for x in names.get("tokens", [])] == [True] * 12 * ("tokens" in names)
+            exec(code.replace('backend="tatten"', 'backend="eager"'), names)  # Inductor takes most of a minute
+        answers.append([len(x) > 0 for x in names.get("tokens", [])])
+    assert answers == [[True] * 12, [True] * 2, []]
 
 
 def test_the_model_still_generates() -> None:
