@@ -194,9 +194,10 @@ def test_keys_of_another_width_than_the_cache() -> None:
     with quick(), model.continuous_batching_context_manager(**options) as manager:
         cache = manager.batch_processor.cache
         good, bad = torch.zeros(1, 2, 5, 16), torch.zeros(1, 2, 5, 24)
+        tables = {"block_table": torch.zeros(1, 5, 3, dtype=torch.int32)}
         for key, value in ((bad, good), (good, bad), (good[:, :1], good)):
             with pytest.raises(NotImplementedError, match="as the cache has one width for all layers, got"):
-                cache.update(key, value, 0, {})
+                cache.update(key, value, 0, tables)
 
 
 @needs_tested

@@ -10,22 +10,28 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from tatten.integrations.transformers.continuous_batching.layer_pages import attend
+from tatten.integrations.transformers.continuous_batching.layer_pages import LayerPages, attend
 from tatten.integrations.transformers.continuous_batching.tables import StepTables
 
-if TYPE_CHECKING:
-    from tatten.integrations.transformers.continuous_batching.cache import PagedCache
 
-_caches: weakref.WeakValueDictionary[int, PagedCache] = weakref.WeakValueDictionary()
+class HasPages(Protocol):
+    """A cache, as compiled steps need it."""
+
+    def pages_of_layer(
+        self, layer_idx: int, key_states: Tensor, value_states: Tensor, tables: StepTables
+    ) -> LayerPages: ...
+
+
+_caches: weakref.WeakValueDictionary[int, HasPages] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def number_cache(cache: PagedCache) -> Tensor:
+def number_cache(cache: HasPages) -> Tensor:
     """Return a new number, 0-d on the CPU, by which compiled steps find a cache until it is freed."""
     number = next(_numbers)
     _caches[number] = cache
@@ -84,7 +90,8 @@ def _attend_pages(
         raise RuntimeError(f"cache {int(number)} must exist as long as a compiled step runs, but it was freed")
     tables = StepTables(rows, reads, slots, starts, key_starts, most_new, longest)
     pages = cache.pages_of_layer(layer, key, value, tables)
-    return attend(query, key, value, pages, scale, sliding_window, softcap, sinks).contiguous()
+    out: Tensor = attend(query, key, value, pages, scale, sliding_window, softcap, sinks)
+    return out.contiguous()
 
 
 _library = torch.library.Library("tatten", "FRAGMENT")
