@@ -30,7 +30,7 @@ def attention(
     if BATCHING_ARGUMENT in kwargs:
         pages = kwargs.pop(PAGES_ARGUMENT, None)
         batched: tuple[Tensor, None] = paged_attention(
-            module, query, key, value, attention_mask, *args, pages=pages, **kwargs
+            module, query, key, value, attention_mask, pages, *args, **kwargs
         )
         return batched
     if weights_collected():

@@ -189,6 +189,10 @@ def _make_step(tables: StepTables, group: LayerGroup) -> Step:
     rows, reads, slots, starts, key_starts, most_new, longest = tables
     if rows is not None:
         return decode_step(rows, group)
+    assert reads is not None
+    assert slots is not None
+    assert starts is not None
+    assert key_starts is not None
     if group.window is None or longest <= group.window:  # no key leaves the window, so none is overwritten
         return chunk_step(reads, slots, starts, key_starts, longest, group)
     return ring_step(reads, slots, starts, key_starts, most_new, longest, group)

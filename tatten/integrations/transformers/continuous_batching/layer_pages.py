@@ -73,11 +73,12 @@ def attend(
     # In a ring, the new key has replaced the key that left the window, so all keys count.
     options = softmax | {"window": None if step.window else sliding_window, "sinks": sinks, "shared_pages": step.shared}
     if isinstance(step, ChunkStep):
-        return paged_attention(query, pages.key, pages.value, step.table, step.starts, step.lens, **options)[None]
-    out = decode_attention(
+        chunks: Tensor = paged_attention(query, pages.key, pages.value, step.table, step.starts, step.lens, **options)
+        return chunks[None]
+    decoded: Tensor = decode_attention(
         query.unsqueeze(2), pages.key, pages.value, block_table=step.table, kv_lens=step.lens, **options
     )
-    return out.transpose(1, 2).flatten(0, 1)[None]
+    return decoded.transpose(1, 2).flatten(0, 1)[None]
 
 
 def _attend_ring(
