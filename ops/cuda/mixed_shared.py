@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tatten.ops.cuda.allocation import Dense, allocate
+from tatten.ops.cuda.block_lists import list_sizes, writes_of
 from tatten.ops.cuda.decode import SegmentLaunch
 from tatten.ops.cuda.kernels.mixed_shared import LISTS, _combine_shared_kernel, _list_shared_kernel
 from tatten.ops.cuda.kernels.query_blocks import FEW_ROWS
 from tatten.ops.cuda.launcher import Launch
-from tatten.ops.cuda.ragged import list_sizes, writes_of
 from tatten.ops.cuda.ragged_launches import AttendBlocks, BlockClass, attend_launches, has_pdl, heads_per_kv
 from tatten.ops.cuda.shared_attention import plan_shared_part
 from tatten.ops.mixed_batch import MixedCall

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from tatten.ops.cuda.allocation import Dense, allocate
+from tatten.ops.cuda.block_lists import HOPPER_M, HOPPER_N, list_sizes, slot_rows, writes_of
 from tatten.ops.cuda.decode import scale_kind
 from tatten.ops.cuda.decode_grid import LEAST_CHUNK
 from tatten.ops.cuda.gpu import has_large_shared_memory, multiprocessors
 from tatten.ops.cuda.heuristics import Tiles, tiles_for
 from tatten.ops.cuda.kernels.decode import KEY_SCALE
 from tatten.ops.cuda.kernels.query_blocks import (
-    COLUMNS,
     FEW_ROWS,
     _combine_chunks_kernel,
     _combine_shares_kernel,
@@ -37,11 +34,9 @@ from tatten.ops.cuda.ragged_launches import (
 from tatten.ops.mixed_batch import MixedCall
 from tatten.ops.pages import sharing
 from tatten.ops.sizes import ceil_div, power_of_2
-from tatten.ops.states import State, accumulator_dtype
+from tatten.ops.states import State
 
 MANY_ROWS = 64  # blocks are large if sequences have more packed queries than this on average
-HOPPER_M, HOPPER_N = 128, 128  # the largest tile of the pages kernel
-NEAR_BYTES = 1 << 24  # of a sequence's keys and values, which an L2 cache holds beside others
 WIDEST_COMBINE = 128  # columns of a program that combines
 
 
@@ -151,51 +146,8 @@ def plan_ragged(
     return AttendRagged(
         list_blocks,
         attend_launches(call, few, many, on_hopper),
-        _plan_combine(call, few, many, pdl) if _slot_rows(few, many) else None,
+        _plan_combine(call, few, many, pdl) if slot_rows(few, many) else None,
         writes_of(call, few, many),
-    )
-
-
-def list_sizes(call: MixedCall, few: BlockClass, many: BlockClass, on_hopper: bool) -> dict[str, Any]:
-    """Return the sizes that the lists of blocks are made for, by the names of the kernels' arguments.
-
-    `on_hopper`: the pages kernel attends, whose programs may take whole work tiles.
-    """
-    tile_bytes = 2 * call.key.shape[2] * HOPPER_N * call.key.shape[3] * call.key.element_size()  # of all kv heads
-    return {
-        "n_tokens": call.query.shape[0],
-        "batch": call.batch,
-        "kv_len": call.kv_len,
-        "kv_heads": call.key.shape[2],
-        "heads_per_kv": heads_per_kv(call),
-        "few": few.room,
-        "many": many.room,
-        "SEQUENCES": power_of_2(call.batch + 1),
-        "TILES": tuple((x.tiles.block_m, x.tiles.block_n) for x in (few, many)),
-        "few_programs": few.programs,
-        "many_programs": many.programs,
-        "far_tiles": ceil_div(NEAR_BYTES, tile_bytes),
-        "BLOCK": 256,
-        "WHOLE": on_hopper,
-    }
-
-
-def _slot_rows(few: BlockClass, many: BlockClass) -> int:
-    return few.slots * FEW_ROWS + many.slots * many.tiles.block_m
-
-
-def writes_of(call: MixedCall, few: BlockClass, many: BlockClass) -> tuple[Dense, ...]:
-    """Return the layouts of out, lse, scratch, blocks, ends, and the partials."""
-    query, (n_tokens, q_heads, _), value_dim = call.query, call.query.shape, call.value.shape[3]
-    acc, slot_rows, room = accumulator_dtype(query.dtype), _slot_rows(few, many), few.room + many.room
-    return (
-        Dense.of((n_tokens, q_heads, value_dim), query.dtype),
-        Dense.of((n_tokens, q_heads), acc),
-        Dense.of((2, 2, power_of_2(call.batch + 1)), torch.int32),
-        Dense.of((room, COLUMNS), torch.int32),
-        Dense.of((room,), torch.int64),
-        Dense.of((slot_rows, value_dim), acc),
-        Dense.of((slot_rows,), acc),
     )
 
 

@@ -65,9 +65,9 @@ def takes_whole(plan: Any, call: MixedCall) -> bool:
 @pytest.mark.parametrize("n", slow_but([2], [2, 25]))
 def test_programs_take_whole_work_tiles(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They do so if the parts are nearly equal then. No part is left out, and none is computed twice."""
-    from tatten.ops.cuda import ragged
+    from tatten.ops.cuda import block_lists, ragged
 
-    monkeypatch.setattr(ragged, "NEAR_BYTES", 1)
+    monkeypatch.setattr(block_lists, "NEAR_BYTES", 1)
     rng, counts = random.Random(n), Counter[bool]()
     while min(counts[True], counts[False]) < n:
         batch, programs = batch_for_hopper(rng), rng.choice((1, 2, 3, 4, 7, 12, 30))
