@@ -37,7 +37,7 @@ def share_of_program(ends, unit, room, programs, blocks, kv_heads, SHARED: gl.co
     begin = gl.minimum(total * program // active, total).to(gl.int32)
     end = gl.minimum(total * (program + 1) // active, total).to(gl.int32)
     block = _block_at(ends, unit, room, begin)
-    if not SHARED:
+    if not SHARED:  # noqa: SIM102 (known when this is compiled)
         if gl.load(blocks + _WHOLE_COLUMN) != 0:
             if end < total:
                 last = _block_at(ends, unit, room, end)
