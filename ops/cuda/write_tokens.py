@@ -15,8 +15,14 @@ def write_tokens_on_cuda_(key_pool: Tensor, value_pool: Tensor, key: Tensor, val
     Args:
         key_pool, value_pool: `[slots, kv_heads, head_dim]`, contiguous.
         key, value: `[tokens, kv_heads, head_dim]` in the dtype of the pools, with any strides.
-        slots: int64 `[tokens]`, contiguous. One of several tokens with the same slot is written.
+        slots: int64 `[tokens]`, contiguous. Tokens with the same slot leave a mix of their numbers there.
+
+    Raises:
+        ValueError: a new key or value has another dtype than its pool.
     """
+    for name, pool, new in (("key", key_pool, key), ("value", value_pool, value)):
+        if new.dtype != pool.dtype:
+            raise ValueError(f"`{name}` must be {pool.dtype}, the dtype of its pool, got {new.dtype}")
     from tatten.ops.cuda.kernels.write_tokens import _write_tokens_kernel
 
     tokens, heads, dim = key.shape

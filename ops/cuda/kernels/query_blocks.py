@@ -6,7 +6,7 @@ a list of its own, with room for as many blocks as the shapes allow, and a tile 
 kv heads, one after the other. `ends` are the ends of the blocks in it. With chunks, they count chunks of tiles instead,
 which depend on their block alone.
 
-Programs take equal parts of the tile space, or with `WHOLE` the nearest whole work tiles, where that is nearly as even.
+Programs take equal parts of the tile space, or with `WHOLE` the nearest whole work tiles, where no part is much larger.
 Programs then go through the keys of a sequence in step, and find them in the L2 cache. The choice is a number in the
 first block's last column.
 
@@ -178,20 +178,46 @@ def list_blocks(
         whole = 0
         if WHOLE:
             few_programs, many_programs, far_tiles = schedule
-            whole = takes_whole(tl.where(is_many == 1, many_programs, few_programs), total, most_tiles, far_tiles)
+            programs = tl.where(is_many == 1, many_programs, few_programs)
+            # Keys of all kv heads don't stay in the L2 cache if there are `far_tiles`.
+            percent = tl.where(most_tiles >= far_tiles, 125, 110)
+            active = tl.maximum(tl.minimum(programs, total), 1)
+            # With work tiles of one size, a program has this many tiles. It often tells without a search.
+            if 100 * active * most_tiles * tl.cdiv(total, active * most_tiles) <= percent * total:
+                tl.debug_barrier()  # the search reads what was stored above
+                largest = _largest_part(blocks, ends, room, active, total, kv_heads, BLOCK)
+                whole = (100 * active * largest <= percent * total).to(tl.int32)
         tl.store(blocks + _WHOLE_COLUMN, whole)
 
 
 @triton.jit
-def takes_whole(programs, total, most_tiles, far_tiles):
-    """Return 1 if programs take whole work tiles: if that is at most a tenth less even than equal parts.
+def _largest_part(blocks, ends, room, active, total, kv_heads, BLOCK: tl.constexpr):
+    """Return the most tiles of a program if all programs take whole work tiles."""
+    largest = tl.zeros([], tl.int64)
+    for i in range(0, active, BLOCK):
+        program = i + tl.arange(0, BLOCK).to(tl.int64)
+        begin = _nearest_end(blocks, ends, room, total * program // active, total, kv_heads)
+        end = _nearest_end(blocks, ends, room, total * (program + 1) // active, total, kv_heads)
+        largest = tl.maximum(largest, tl.max(tl.where(program < active, end - begin, 0), axis=0))
+    return largest
 
-    With `far_tiles` or more, keys of all kv heads don't stay in the L2 cache, so it may be a quarter less even.
-    """
-    active = tl.maximum(tl.minimum(programs, total), 1)
-    largest = tl.cdiv(total, active * most_tiles) * most_tiles * active  # of a program, times the number of programs
-    far = (most_tiles >= far_tiles) & (4 * largest <= 5 * total)
-    return ((10 * largest <= 11 * total) | far).to(tl.int32)
+
+@triton.jit
+def _nearest_end(blocks, ends, room, place, total, kv_heads):
+    """Return the ends of work tiles that are nearest to places, as `page_blocks` finds one for a program."""
+    ok = place < total
+    block = (place * 0).to(tl.int32)
+    step = 1
+    while step < room:
+        step *= 2
+    while step > 0:  # the first block that ends after the place
+        at = block + step - 1
+        before = tl.load(ends + at, mask=ok & (at < room), other=total)
+        block = tl.where(before <= place, block + step, block)
+        step = step // 2
+    tiles = tl.load(blocks + block * _COLUMNS + 6, mask=ok, other=1)
+    in_block = place - (tl.load(ends + block, mask=ok, other=0) - tiles.to(tl.int64) * kv_heads)
+    return tl.where(ok, place - in_block + (in_block + tiles // 2) // tiles * tiles, total)
 
 
 @triton.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import os
 import random
 import re
@@ -201,3 +203,42 @@ def test_what_it_is_not_chosen_for(change: dict[str, Any], monkeypatch: pytest.M
         table, starts = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
         call = MixedCall(query, pool, pool, table, starts, starts[:2], **options)
         assert ragged._takes_pages_kernel(call) == chosen
+
+
+def whole_parts(tiles: list[int], kv_heads: int, programs: int) -> list[int]:
+    """The tiles of each program that takes the nearest whole work tiles."""
+    ends = [kv_heads * end for end in itertools.accumulate(tiles)]
+    total = ends[-1]
+    active, cuts = max(1, min(programs, total)), []
+    for program in range(active):
+        place = total * program // active
+        block = bisect.bisect_right(ends, place)
+        in_block = place - (ends[block] - tiles[block] * kv_heads)
+        cuts.append(place - in_block + (in_block + tiles[block] // 2) // tiles[block] * tiles[block])
+    return [stop - start for start, stop in itertools.pairwise([*cuts, total])]
+
+
+@interpreted
+@pytest.mark.parametrize("n", slow_but([12], [12, 200]))
+def test_no_program_takes_much_more_than_the_others(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths are drawn so that whole work tiles are as even as equal parts, and so that they are not."""
+    from tatten.ops.cuda import pages_sm90, ragged
+
+    monkeypatch.setattr(pages_sm90, "takes_pages_kernel", lambda *_: True)
+    rng, counts = random.Random(n), Counter[bool]()
+    for _ in range(n):
+        most, batch, programs = rng.choice((300, 3000)), rng.randint(2, 12), rng.choice((3, 7, 30, 132))
+        lens = rng.choices((most, most - 200) if rng.random() < 0.5 else range(1, most), k=batch)
+        pool, width = torch.empty(1, 256, 2, 64, dtype=torch.bfloat16), -(-most // 256)
+        call = MixedCall(
+            torch.empty(batch + 2, 4, 64, dtype=torch.bfloat16), pool, pool, torch.zeros(batch, width).int(),
+            torch.arange(batch + 1).int(), torch.tensor(lens).int(),
+        )  # fmt: skip
+        plan = ragged.plan_ragged(call, programs=programs)
+        with fresh_memory_is_poison():
+            whole = takes_whole(plan, call)
+        parts = whole_parts([*(-(-x // 128) for x in lens), 1], 2, min(programs, plan.launches[0].launch.grid[0]))
+        largest = max(parts) * len(parts) / sum(parts)
+        counts[whole] += 1
+        assert not whole or largest <= 1.1, (lens, programs)
+    assert min(counts[True], counts[False]) > 0

@@ -50,3 +50,10 @@ def test_wide_accesses() -> None:
     (built,) = compile_in_subprocess(SCRIPT, [(64, 8, 128)])
     assert built["ptx"].count("st.global.v4") == built["ptx"].count("st.global") > 0
     assert built["stack"] == 0
+
+
+def test_another_dtype_than_that_of_the_pool() -> None:
+    pools, new = torch.zeros(2, 4, 1, 8).bfloat16(), torch.zeros(2, 1, 8)
+    message = r"`value` must be torch\.bfloat16, the dtype of its pool, got torch\.float32"
+    with pytest.raises(ValueError, match=message):
+        write_tokens_on_cuda_(*pools, new.bfloat16(), new, torch.tensor([0, 1]))

@@ -134,3 +134,8 @@ def test_a_freed_cache() -> None:
     new = heads[:, :2]
     with pytest.raises(RuntimeError, match=f"cache {int(number)} must exist as long as a compiled step runs"):
         torch.ops.tatten.attend_pages(heads, new, new, number, 0, rows, *(None,) * 4, 0, 0, *(None,) * 4)
+
+
+def test_graphs_of_inductor_leave_the_op_out() -> None:
+    """They would keep the pools of one cache, and later managers run the same graphs."""
+    assert torch.Tag.cudagraph_unsafe in torch.ops.tatten.attend_pages.default.tags

@@ -123,7 +123,9 @@ def test_compiled_decode_steps_in_graphs(name: str, backend: str) -> None:
     options = config(page_size=16, num_blocks=600, max_batch_tokens=512, decode_compile_config=compiling)
     for i, answer in enumerate(generate(model, ids, options, n=3)):
         check_greedy(model, ids[i // 3], answer)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3  # of one request, and of any number
+    assert (
+        torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+    )  # of one request, and of any number; Gemma 3 takes another
     assert not torch._dynamo.utils.counters["graph_break"]
 
 

@@ -99,7 +99,8 @@ _library.define(
     "attend_pages(Tensor query, Tensor key, Tensor value, Tensor cache, int layer, Tensor? rows, Tensor? reads, "
     "Tensor? slots, Tensor? starts, Tensor? key_starts, SymInt most_new, SymInt longest, float? scale, "
     "SymInt? sliding_window, float? softcap, Tensor? sinks) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    # A graph of Inductor's would keep the pools of one cache. Graphs of transformers belong to one cache.
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),
 )
 _library.impl("attend_pages", _attend_pages, "CompositeExplicitAutograd")
 torch.library.register_fake(

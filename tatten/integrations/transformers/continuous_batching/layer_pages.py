@@ -29,7 +29,7 @@ class LayerPages:
 
     def write(self, key: Tensor, value: Tensor) -> None:
         """Store the new keys and values `[tokens, kv_heads, head_dim]`."""
-        pools = self.key.flatten(0, 1), self.value.flatten(0, 1)
+        pools = self.key.view(-1, *self.key.shape[2:]), self.value.view(-1, *self.value.shape[2:])
         if key.is_cuda:
             from tatten.ops.cuda.write_tokens import write_tokens_on_cuda_
 
