@@ -1,10 +1,10 @@
 """Record the figures of docs/benchmarks/: each benchmark in turn, each with a time limit, into one folder of JSON.
 
-    python benchmarks/record.py one                   # all that one GPU measures, in at most 63 minutes
+    python benchmarks/record.py one                   # all that one GPU measures, in at most 65 minutes
     python benchmarks/record.py two                   # what two GPUs measure, in at most 25 minutes
     python benchmarks/record.py eight                 # the merge on the eight GPUs of a node, in at most 2 minutes
     python benchmarks/record.py h100                  # what is said of an H100, in at most 9 minutes
-    python benchmarks/record.py batches               # generate_batch on an H100, in at most 40 minutes
+    python benchmarks/record.py batches               # generate_batch on an H100, in at most 54 minutes
     python benchmarks/record.py cpu                   # what is said of a CPU; about 30 minutes of an idle machine
     python benchmarks/record.py one --steps lean_paper decode_grid --out folder
     python benchmarks/record.py two --quick           # the same on a CPU with tiny shapes, to try the plumbing

@@ -242,3 +242,24 @@ def test_no_program_takes_much_more_than_the_others(n: int, monkeypatch: pytest.
         counts[whole] += 1
         assert not whole or largest <= 1.1, (lens, programs)
     assert min(counts[True], counts[False]) > 0
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "q_lens, past", [([1] * 31 + [2048], 8192), ([512] * 8, 4096), ([5] * 64, 4096)], ids=["decodes", "chunks", "5"]
+)
+def test_batches_of_the_benchmark_take_whole_work_tiles(
+    q_lens: list[int], past: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batches of `benchmarks/mixed.py`, on the 132 multiprocessors of an H100."""
+    from tatten.ops.cuda import pages_sm90, ragged
+
+    monkeypatch.setattr(pages_sm90, "takes_pages_kernel", lambda *_: True)
+    pool = torch.empty(1, 256, 8, 128, dtype=torch.bfloat16)
+    lens = [past - 1 + q_len if q_len == 1 else past + q_len for q_len in q_lens]
+    starts = torch.tensor([0, *itertools.accumulate(q_lens)]).int()
+    call = MixedCall(
+        torch.empty(sum(q_lens), 32, 128, dtype=torch.bfloat16), pool, pool,
+        torch.zeros(len(lens), -(-max(lens) // 256)).int(), starts, torch.tensor(lens).int(),
+    )  # fmt: skip
+    assert takes_whole(ragged.plan_ragged(call, programs=132), call)
