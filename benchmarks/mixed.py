@@ -91,14 +91,21 @@ def shapes(device: str) -> list[Mixed]:
             Mixed("2 chunks", (64, 64), (256, 256), 16, **few),
             Mixed("4 x 5 queries", (5,) * 4, (256,) * 4, 16, **few),
         ]
+    asked_for = (
+        ("31 decodes and a chunk", (*(1,) * 31, 2048), (*(8191,) * 31, 8192)),
+        ("8 chunks", (512,) * 8, (4096,) * 8),
+        ("64 x 5 queries", (5,) * 64, (4096,) * 64),
+    )
+    few_tiles = (  # programs share work tiles here
+        ("16 decodes, short chunk", (*(1,) * 16, 512), (*(2047,) * 16, 2048)),
+        ("a chunk", (512,), (8192,)),
+        ("5 queries", (5,), (8192,)),
+        ("4 x 5 queries", (5,) * 4, (8192,) * 4),
+    )
     return [
         Mixed(name, q_lens, pasts, page)
-        for page in (16, 64, 256)
-        for name, q_lens, pasts in (
-            ("31 decodes and a chunk", (*(1,) * 31, 2048), (*(8191,) * 31, 8192)),
-            ("8 chunks", (512,) * 8, (4096,) * 8),
-            ("64 x 5 queries", (5,) * 64, (4096,) * 64),
-        )
+        for page, rows in ((16, asked_for + few_tiles), (64, asked_for), (256, asked_for))
+        for name, q_lens, pasts in rows
     ]
 
 

@@ -17,6 +17,7 @@ from tatten.ops.cuda.heuristics import Tiles, tiles_for
 from tatten.ops.cuda.kernels.decode import KEY_SCALE
 from tatten.ops.cuda.kernels.query_blocks import (
     FEW_ROWS,
+    MARGIN,
     _combine_chunks_kernel,
     _combine_shares_kernel,
     _list_blocks_kernel,
@@ -164,7 +165,7 @@ def _takes_pages_kernel(call: MixedCall) -> bool:
     from tatten.ops.cuda.pages_sm90 import takes_pages_kernel
 
     rows, kv_heads = call.query.shape[0] * heads_per_kv(call), call.key.shape[2]
-    tiles = (2 * rows // HOPPER_M + call.batch + 1) * kv_heads * ceil_div(call.kv_len, HOPPER_N)
+    tiles = (2 * rows // HOPPER_M + call.batch + 1) * kv_heads * (ceil_div(call.kv_len, HOPPER_N) + 2 * MARGIN)
     return tiles < 1 << 31 and takes_pages_kernel(call.query, call.key, call.value, call.score_scale)
 
 
@@ -181,7 +182,7 @@ def _plan_combine(call: MixedCall, few: BlockClass, many: BlockClass, pdl: bool)
         "MANY_M": many.tiles.block_m,
         "VALUE_DIM": value_dim,
         "BLOCK_DV": block_dv,
-        "PARTIALS": 4,
+        "PARTIALS": 1,
         "PDL": pdl,
     }
     if few.chunk or many.chunk:

@@ -192,11 +192,11 @@ def draw_mixed_batch(choose: Choose, tiny: bool = False) -> MixedBatch:
     )
 
 
-def batch_for_hopper(rng: random.Random, dims: tuple[int, ...] = (64,)) -> MixedBatch:
-    """Draw a call that the pages kernel for Hopper takes."""
+def batch_for_hopper(rng: random.Random, dims: tuple[int, ...] = (64,), most: int = 4) -> MixedBatch:
+    """Draw a call of at most `most` sequences that the pages kernel for Hopper takes."""
     sequences = tuple(
         (q_len, rng.choice((0, 1, -1, 128 - q_len, rng.randint(0, 300))))
-        for q_len in rng.choices((0, 1, 1, 2, 5, 40), k=rng.randint(1, 4))
+        for q_len in rng.choices((0, 1, 1, 2, 5, 40), k=rng.randint(1, most))
     )
     dim = rng.choice(dims)
     return MixedBatch(

@@ -17,8 +17,8 @@ from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_states
 from tatten.ops.cuda.kernels.partials import find_shared_partials, fold_partials
 from tatten.ops.cuda.kernels.query_blocks import (
     COLUMNS,
+    CUTS_COLUMN,
     FEW_ROWS,
-    WHOLE_COLUMN,
     combine_shares,
     list_blocks,
     starts_of,
@@ -37,7 +37,7 @@ from tatten.ops.page_runs import (
     UNIT_KEYS,
 )
 
-_COLUMNS, _FEW_ROWS, _WHOLE_COLUMN = tl.constexpr(COLUMNS), tl.constexpr(FEW_ROWS), tl.constexpr(WHOLE_COLUMN)
+_COLUMNS, _FEW_ROWS, _CUTS_COLUMN = tl.constexpr(COLUMNS), tl.constexpr(FEW_ROWS), tl.constexpr(CUTS_COLUMN)
 _LEVELS, _UNIT_KEYS = tl.constexpr(LEVELS), tl.constexpr(UNIT_KEYS)
 _LEADERS, _BEGINS, _ORDER, _PLACES, _STARTS, _STOPS, _ENTRY_STOPS, _OWN, _TILE_ENDS = (
     tl.constexpr(row) for row in (LEADERS, BEGINS, ORDER, PLACES, STARTS, STOPS, ENTRY_STOPS, OWN, TILE_ENDS)
@@ -349,11 +349,13 @@ def _add_runs(
     n_tiles = tl.load(blocks + block * _COLUMNS + 6).to(tl.int64)
     total = tl.load(ends + room - 1)
     active = tl.maximum(tl.minimum(programs, total), 1)
-    start = tl.load(ends + block) - (kv_heads - kv_head) * n_tiles
-    first = ((start + 1) * active - 1) // total
-    owners = (((start + n_tiles) * active - 1) // total - first + 1).to(tl.int32)
-    owners = tl.where(tl.load(blocks + _WHOLE_COLUMN) != 0, 1, owners)
-    later = (start > total * first // active).to(tl.int64)
+    cuts = tl.load(blocks + _CUTS_COLUMN)
+    margin = cuts // 2
+    start = tl.load(ends + block) - (kv_heads - kv_head) * (n_tiles + 2 * margin)
+    first = ((start + margin + 1) * active - 1) // total
+    owners = (((start + margin + n_tiles) * active - 1) // total - first + 1).to(tl.int32)
+    owners = tl.where(cuts % 2 == 1, 1, owners)
+    later = (total * first // active < start - margin).to(tl.int64)
 
     row_max = tl.full([_FEW_ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([_FEW_ROWS], tl.float32)

@@ -11,12 +11,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tatten.ops.cuda.kernels.query_blocks import COLUMNS, WHOLE_COLUMN
+from tatten.ops.cuda.kernels.query_blocks import COLUMNS, CUTS_COLUMN
 from tatten.ops.page_runs import BEGINS, ENTRY_STOPS, LEVELS, ORDER, STARTS, STOPS
 
 BLOCK_N = 128  # keys of a tile
 _BLOCK_N = gl.constexpr(BLOCK_N)
-_COLUMNS, _WHOLE_COLUMN, _LEVELS = gl.constexpr(COLUMNS), gl.constexpr(WHOLE_COLUMN), gl.constexpr(LEVELS)
+_COLUMNS, _CUTS_COLUMN, _LEVELS = gl.constexpr(COLUMNS), gl.constexpr(CUTS_COLUMN), gl.constexpr(LEVELS)
 _BEGINS, _ORDER, _STARTS = gl.constexpr(BEGINS), gl.constexpr(ORDER), gl.constexpr(STARTS)
 _STOPS, _ENTRY_STOPS = gl.constexpr(STOPS), gl.constexpr(ENTRY_STOPS)
 
@@ -25,7 +25,8 @@ _STOPS, _ENTRY_STOPS = gl.constexpr(STOPS), gl.constexpr(ENTRY_STOPS)
 def share_of_program(ends, unit, room, programs, blocks, kv_heads, SHARED: gl.constexpr):
     """Return this program's part of the tile space, the block that it begins in, and that block's end.
 
-    Without `SHARED` the part may be the nearest whole work tiles (`query_blocks`).
+    Without `SHARED`, work tiles may count more than their tiles, and the part may be whole work tiles (`query_blocks`).
+    The result counts tiles alone.
 
     Args:
         ends: the ends of blocks, in units of `unit` tiles.
@@ -37,16 +38,33 @@ def share_of_program(ends, unit, room, programs, blocks, kv_heads, SHARED: gl.co
     begin = gl.minimum(total * program // active, total).to(gl.int32)
     end = gl.minimum(total * (program + 1) // active, total).to(gl.int32)
     block = _block_at(ends, unit, room, begin)
+    block_end = gl.load(ends + block).to(gl.int32) * unit
     if not SHARED:  # noqa: SIM102 (known when this is compiled)
-        if gl.load(blocks + _WHOLE_COLUMN) != 0:
-            if end < total:
-                last = _block_at(ends, unit, room, end)
-                end = _nearest(end, gl.load(ends + last).to(gl.int32), gl.load(blocks + last * _COLUMNS + 6), kv_heads)
-            if begin < total:
-                block_end = gl.load(ends + block).to(gl.int32)
-                begin = _nearest(begin, block_end, gl.load(blocks + block * _COLUMNS + 6), kv_heads)
-                block = gl.minimum(block + (begin == block_end).to(gl.int32), room - 1)
-    return begin, end, block, gl.load(ends + block).to(gl.int32) * unit
+        cuts = gl.load(blocks + _CUTS_COLUMN)
+        if cuts != 0:
+            end, _, _ = _cut(blocks, ends, room, end, kv_heads, cuts)
+            begin, block, block_end = _cut(blocks, ends, room, begin, kv_heads, cuts)
+            if begin == block_end:
+                block = gl.minimum(block + 1, room - 1)
+                block_end += gl.load(blocks + block * _COLUMNS + 6) * kv_heads
+    return begin, end, block, block_end
+
+
+@gluon.jit
+def _cut(blocks, ends, room, place, kv_heads, cuts):
+    """Return the cut near a place, counted in tiles, the block that it is in or at the end of, and that block's end."""
+    margin = cuts // 2
+    block = _block_at(ends, 1, room, gl.maximum(place - 1, 0))
+    n_tiles = gl.load(blocks + block * _COLUMNS + 6)
+    size = n_tiles + 2 * margin
+    block_end = gl.load(ends + block).to(gl.int32)
+    in_block = place - (block_end - size * kv_heads)
+    block_end -= 2 * margin * kv_heads * (block + 1)
+    in_block += gl.where(cuts % 2 == 1, size // 2, 0)
+    work_tile = in_block // size
+    tile = gl.minimum(gl.maximum(in_block - work_tile * size - margin, 0), n_tiles)
+    tile = gl.where(cuts % 2 == 1, 0, tile)
+    return block_end - (kv_heads - work_tile) * n_tiles + tile, block, block_end
 
 
 @gluon.jit
@@ -59,13 +77,6 @@ def _block_at(ends, unit, room, place):
         block_ends = gl.load(ends + at, mask=at < room, other=0).to(gl.int32) * unit
         block += gl.sum(((block_ends <= place) & (at < room)).to(gl.int32), axis=0)
     return gl.minimum(block, room - 1)
-
-
-@gluon.jit
-def _nearest(place, block_end, n_tiles, kv_heads):
-    """Return the begin or the end of a work tile that is nearest to a place in it."""
-    in_block = place - (block_end - n_tiles * kv_heads)
-    return place - in_block + (in_block + n_tiles // 2) // n_tiles * n_tiles
 
 
 @gluon.jit

@@ -6,9 +6,15 @@ a list of its own, with room for as many blocks as the shapes allow, and a tile 
 kv heads, one after the other. `ends` are the ends of the blocks in it. With chunks, they count chunks of tiles instead,
 which depend on their block alone.
 
-Programs take equal parts of the tile space, or with `WHOLE` the nearest whole work tiles, where no part is much larger.
-Programs then go through the keys of a sequence in step, and find them in the L2 cache. The choice is a number in the
-first block's last column.
+Programs take equal parts of the tile space. With `WHOLE` there are two refinements, for the pages kernel:
+
+- Where parts are long, each work tile counts `MARGIN` tiles more at its begin and at its end, because its queries,
+  softmax and output take time, too. Programs that have many short work tiles would end last otherwise. `ends` count
+  them, and a cut within a margin is one between work tiles.
+- Programs take the nearest whole work tiles, where no part is much larger then. They go through the keys of a sequence
+  in step, and find them in the L2 cache.
+
+The first block's last column has both choices: twice the margin, plus 1 for whole work tiles.
 
 Padding tokens are a sequence without keys, after the others.
 """
@@ -23,8 +29,11 @@ from tatten.ops.cuda.kernels.tile_scheduler import chunks_of
 
 FEW_ROWS = 16
 COLUMNS = 8  # numbers that describe a block: see `load_block`; the last one of the first block describes its class
-WHOLE_COLUMN = COLUMNS - 1
-_FEW_ROWS, _COLUMNS, _WHOLE_COLUMN = tl.constexpr(FEW_ROWS), tl.constexpr(COLUMNS), tl.constexpr(WHOLE_COLUMN)
+CUTS_COLUMN = COLUMNS - 1
+MARGIN = 1  # measured on an H100: a work tile of 2 tiles takes as long as 4 of a long one
+LONG_PART = 8  # tiles; in shorter parts a tile more or less weighs more than a margin
+_FEW_ROWS, _COLUMNS, _CUTS_COLUMN = tl.constexpr(FEW_ROWS), tl.constexpr(COLUMNS), tl.constexpr(CUTS_COLUMN)
+_MARGIN, _LONG_PART = tl.constexpr(MARGIN), tl.constexpr(LONG_PART)
 
 
 @triton.jit
@@ -175,35 +184,46 @@ def list_blocks(
         tl.store(at + 5, skipped, mask=ok)
         tl.store(at + 6, tiles, mask=ok)
     if room > 0:
-        whole = 0
+        cuts = 0
         if WHOLE:
             few_programs, many_programs, far_tiles = schedule
             programs = tl.where(is_many == 1, many_programs, few_programs)
+            margin = tl.where(total >= _LONG_PART * programs, _MARGIN, 0)
+            tl.debug_barrier()  # what follows reads what was stored above
+            if margin > 0:
+                for i in range(0, room, BLOCK):
+                    block = i + tl.arange(0, BLOCK)
+                    margins = 2 * margin * kv_heads * tl.minimum(block + 1, used)
+                    tl.store(ends + block, tl.load(ends + block, mask=block < room) + margins, mask=block < room)
+                total += (2 * margin * kv_heads * used).to(tl.int64)
+                tl.debug_barrier()
             # Keys of all kv heads don't stay in the L2 cache if there are `far_tiles`.
             percent = tl.where(most_tiles >= far_tiles, 125, 110)
             active = tl.maximum(tl.minimum(programs, total), 1)
             # With work tiles of one size, a program has this many tiles. It often tells without a search.
-            if 100 * active * most_tiles * tl.cdiv(total, active * most_tiles) <= percent * total:
-                tl.debug_barrier()  # the search reads what was stored above
-                largest = _largest_part(blocks, ends, room, active, total, kv_heads, BLOCK)
+            size = most_tiles + 2 * margin
+            whole = 0
+            if 100 * active * size * tl.cdiv(total, active * size) <= percent * total:
+                largest = _largest_part(blocks, ends, room, active, total, kv_heads, margin, BLOCK)
                 whole = (100 * active * largest <= percent * total).to(tl.int32)
-        tl.store(blocks + _WHOLE_COLUMN, whole)
+            cuts = 2 * margin + whole
+        tl.store(blocks + _CUTS_COLUMN, cuts)
 
 
 @triton.jit
-def _largest_part(blocks, ends, room, active, total, kv_heads, BLOCK: tl.constexpr):
+def _largest_part(blocks, ends, room, active, total, kv_heads, margin, BLOCK: tl.constexpr):
     """Return the most tiles of a program if all programs take whole work tiles."""
     largest = tl.zeros([], tl.int64)
     for i in range(0, active, BLOCK):
         program = i + tl.arange(0, BLOCK).to(tl.int64)
-        begin = _nearest_end(blocks, ends, room, total * program // active, total, kv_heads)
-        end = _nearest_end(blocks, ends, room, total * (program + 1) // active, total, kv_heads)
+        begin = _nearest_end(blocks, ends, room, total * program // active, total, kv_heads, margin)
+        end = _nearest_end(blocks, ends, room, total * (program + 1) // active, total, kv_heads, margin)
         largest = tl.maximum(largest, tl.max(tl.where(program < active, end - begin, 0), axis=0))
     return largest
 
 
 @triton.jit
-def _nearest_end(blocks, ends, room, place, total, kv_heads):
+def _nearest_end(blocks, ends, room, place, total, kv_heads, margin):
     """Return the ends of work tiles that are nearest to places, as `page_blocks` finds one for a program."""
     ok = place < total
     block = (place * 0).to(tl.int32)
@@ -215,9 +235,9 @@ def _nearest_end(blocks, ends, room, place, total, kv_heads):
         before = tl.load(ends + at, mask=ok & (at < room), other=total)
         block = tl.where(before <= place, block + step, block)
         step = step // 2
-    tiles = tl.load(blocks + block * _COLUMNS + 6, mask=ok, other=1)
-    in_block = place - (tl.load(ends + block, mask=ok, other=0) - tiles.to(tl.int64) * kv_heads)
-    return tl.where(ok, place - in_block + (in_block + tiles // 2) // tiles * tiles, total)
+    size = tl.load(blocks + block * _COLUMNS + 6, mask=ok, other=1) + 2 * margin
+    in_block = place - (tl.load(ends + block, mask=ok, other=0) - size.to(tl.int64) * kv_heads)
+    return tl.where(ok, place - in_block + (in_block + size // 2) // size * size, total)
 
 
 @triton.jit
@@ -332,17 +352,21 @@ def combine_shares(
     if (program > 0) & (program < active):
         block = block_at(ends, room, place, 1024)
         sequence, row, start_token, q_len, _, _, n_tiles = load_block(blocks, block)
-        in_block = place - (tl.load(ends + block) - n_tiles.to(tl.int64) * kv_heads)
-        head = (in_block // n_tiles).to(tl.int32)
-        start = place - in_block % n_tiles
+        cuts = tl.load(blocks + _CUTS_COLUMN)
+        margin = cuts // 2
+        size = n_tiles.to(tl.int64) + 2 * margin
+        in_block = place - (tl.load(ends + block) - size * kv_heads)
+        head = (in_block // size).to(tl.int32)
+        start = place - in_block % size  # of the work tile's first margin
+        first_tile, stop_tile = start + margin, start + margin + n_tiles
         before = total * (program - 1) // active
-        combines = (start < place) & (before <= start)  # the previous program has the first share
-        combines = combines & (tl.load(blocks + _WHOLE_COLUMN) == 0)
+        # The previous program has the first share.
+        combines = (first_tile < place) & (place < stop_tile) & (before <= first_tile) & (cuts % 2 == 0)
         if left_alone is not None:
             combines = combines & (tl.load(left_alone + sequence) == 0)
         if combines:
-            owners = (((start + n_tiles) * active - 1) // total - program + 2).to(tl.int32)
-            slots = 2 * (program - 1), (start > before).to(tl.int64)
+            owners = ((stop_tile * active - 1) // total - program + 2).to(tl.int32)
+            slots = 2 * (program - 1), (before < start - margin).to(tl.int64)
             first_row = tl.where(is_many, few_slots * _FEW_ROWS, 0).to(tl.int64)
             block_m = tl.where(is_many, MANY_M, _FEW_ROWS)
             _combine_rows(

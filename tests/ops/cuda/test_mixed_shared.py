@@ -258,8 +258,10 @@ def test_starts_that_do_not_add_up() -> None:
 
 @pytest.mark.parametrize("n", slow_but([3], [3, 40]))
 def test_the_pages_kernel(n: int) -> None:
+    import triton.language as tl
+
     from tatten.ops.cuda import pages_sm90, ragged
-    from tatten.ops.cuda.kernels import page_blocks, page_loads
+    from tatten.ops.cuda.kernels import page_blocks, page_loads, query_blocks
     from tatten.ops.cuda.kernels import pages_sm90 as kernel
 
     rng, sharing = random.Random(n), 0
@@ -278,6 +280,8 @@ def test_the_pages_kernel(n: int) -> None:
             modules = kernel, page_loads, page_blocks
             patch.setattr(pages_sm90, "_pages_kernel", Interpreted(patch, sharing, "_pages_kernel", *modules))
             patch.setattr(pages_sm90, "takes_pages_kernel", lambda *_: True)
+            # Few tiles are a long part here, so that work tiles have margins.
+            patch.setattr(query_blocks, "_LONG_PART", tl.constexpr(rng.choice((1, 8))))
             assert ragged._takes_pages_kernel(MixedCall(**inputs))
             got = attend(inputs, shared, None, rng.choice((1, 2, 5, 30)))
         want = paged_attention_reference(**inputs)

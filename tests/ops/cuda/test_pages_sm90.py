@@ -20,7 +20,7 @@ from shared_tables import Tables, drawn, inputs_of, made, shared_of
 from slow import slow_but
 
 from tatten.ops.cuda.allocation import allocate
-from tatten.ops.cuda.kernels.query_blocks import WHOLE_COLUMN
+from tatten.ops.cuda.kernels.query_blocks import CUTS_COLUMN
 from tatten.ops.kernel_signatures import decode_call
 from tatten.ops.mixed_batch import MixedCall
 from tatten.ops.page_runs import OWN
@@ -56,29 +56,42 @@ def test_mixed_batches(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
         batch.check(out, lse, dense, parts=12)
 
 
-def takes_whole(plan: Any, call: MixedCall) -> bool:
-    """Return True if programs take whole work tiles, as the first block says."""
-    _, _, scratch, blocks, ends, _, _ = allocate(call.query, *plan.writes)
-    plan.list_blocks(call.cu_seqlens_q, call.kv_lens, scratch, blocks, ends)
-    return bool(blocks[0, WHOLE_COLUMN])
+def cuts_of(plan: Any, call: MixedCall) -> tuple[int, bool]:
+    """Return the margin of work tiles, and True if programs take whole work tiles, as the first block says."""
+    _, _, scratch, blocks, ends, *others = allocate(call.query, *plan.writes)
+    inputs = call.cu_seqlens_q, call.kv_lens
+    if call.shared_pages is None:
+        plan.list_blocks(*inputs, scratch, blocks, ends)
+    else:
+        plan.list_blocks(*inputs, call.shared_pages, call.query, scratch, blocks, ends, *others[-2:])
+    margin, whole = divmod(int(blocks[0, CUTS_COLUMN]), 2)
+    return margin, bool(whole)
 
 
 @interpreted
-@pytest.mark.parametrize("n", slow_but([2], [2, 25]))
-def test_programs_take_whole_work_tiles(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They do so if the parts are nearly equal then. No part is left out, and none is computed twice."""
-    from tatten.ops.cuda import block_lists, ragged
+@pytest.mark.parametrize("n", slow_but([1], [1, 12]))
+def test_each_way_to_cut_the_tiles(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs take equal or whole work tiles, with margins or without. No tile is left out or computed twice."""
+    import triton.language as tl
 
-    monkeypatch.setattr(block_lists, "NEAR_BYTES", 1)
-    rng, counts = random.Random(n), Counter[bool]()
-    while min(counts[True], counts[False]) < n:
-        batch, programs = batch_for_hopper(rng), rng.choice((1, 2, 3, 4, 7, 12, 30))
+    from tatten.ops.cuda import ragged
+    from tatten.ops.cuda.kernels import query_blocks
+
+    rng, counts, draws = random.Random(n), Counter[tuple[int, bool]](), 0
+    while len(counts) < 4 or min(counts.values()) < n:
+        batch, programs = batch_for_hopper(rng, most=8), rng.choice((1, 2, 3, 4, 7, 12, 30))
+        # Few tiles are a long part here: then margins are as long as parts, and leave programs without any tile.
+        monkeypatch.setattr(query_blocks, "_LONG_PART", tl.constexpr(rng.choice((1, 8))))
+        draws += 1
         inputs, dense = batch.inputs()
         call = MixedCall(**inputs)
         with pytest.MonkeyPatch.context() as patch, fresh_memory_is_poison():
-            install(patch, counts.total())
+            install(patch, draws)
             plan = ragged.plan_ragged(call, programs=programs)
-            counts[takes_whole(plan, call)] += 1
+            cuts = cuts_of(plan, call)
+            if counts[cuts] >= n:
+                continue
+            counts[cuts] += 1
             out, lse = plan(call)
         batch.check(out, lse, dense, parts=12)
 
@@ -206,7 +219,7 @@ def test_what_it_is_not_chosen_for(change: dict[str, Any], monkeypatch: pytest.M
 
 
 def whole_parts(tiles: list[int], kv_heads: int, programs: int) -> list[int]:
-    """The tiles of each program that takes the nearest whole work tiles."""
+    """The tiles of each program that takes the nearest whole work tiles, margins included."""
     ends = [kv_heads * end for end in itertools.accumulate(tiles)]
     total = ends[-1]
     active, cuts = max(1, min(programs, total)), []
@@ -236,8 +249,9 @@ def test_no_program_takes_much_more_than_the_others(n: int, monkeypatch: pytest.
         )  # fmt: skip
         plan = ragged.plan_ragged(call, programs=programs)
         with fresh_memory_is_poison():
-            whole = takes_whole(plan, call)
-        parts = whole_parts([*(-(-x // 128) for x in lens), 1], 2, min(programs, plan.launches[0].launch.grid[0]))
+            margin, whole = cuts_of(plan, call)
+        sizes = [tiles + 2 * margin for tiles in [*(-(-x // 128) for x in lens), 1]]
+        parts = whole_parts(sizes, 2, min(programs, plan.launches[0].launch.grid[0]))
         largest = max(parts) * len(parts) / sum(parts)
         counts[whole] += 1
         assert not whole or largest <= 1.1, (lens, programs)
@@ -262,4 +276,5 @@ def test_batches_of_the_benchmark_take_whole_work_tiles(
         torch.empty(sum(q_lens), 32, 128, dtype=torch.bfloat16), pool, pool,
         torch.zeros(len(lens), -(-max(lens) // 256)).int(), starts, torch.tensor(lens).int(),
     )  # fmt: skip
-    assert takes_whole(ragged.plan_ragged(call, programs=132), call)
+    _, whole = cuts_of(ragged.plan_ragged(call, programs=132), call)
+    assert whole

@@ -16,7 +16,7 @@ if not transformers.__version__.startswith("5.24"):
 from batched_models import MODELS, SHARING, batching, build, greedy, prompts, quick
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from tatten.integrations.transformers.continuous_batching import steps
+from tatten.integrations.transformers.continuous_batching import layer_pages, steps
 
 pytestmark = pytest.mark.gpu
 NEW = 24
@@ -110,6 +110,24 @@ def test_forks_in_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model.destroy_cached_continuous_batching_manager()
     assert calls["captured"] > 0
     assert calls["captured"] == calls["found"]  # once while transformers warms up, and once in the graph
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_forks_beside_a_chunk(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chunks of the second prompt are in steps with the forks of the first, which share pages there."""
+    calls: Counter[str] = Counter()
+    attend = layer_pages.paged_attention
+
+    def paged(*args: Any, **kwargs: Any) -> Any:
+        calls["shared" if kwargs.get("shared_pages") is not None else "apart"] += 1
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(layer_pages, "paged_attention", paged)
+    model, ids = on_gpu("llama", torch.bfloat16), prompts((300, 400))
+    options = config(page_size=16, num_blocks=400, max_batch_tokens=64, **({} if graphs else CALM))
+    for i, tokens in enumerate(generate(model, ids, options, n=4)):
+        check_greedy(model, ids[i // 4], tokens)
+    assert calls["shared"] > 0
 
 
 @pytest.mark.parametrize("backend", ["inductor", "tatten"])
