@@ -121,6 +121,5 @@ def _plan_combine(
         MANY_M=many.tiles.block_m,
         VALUE_DIM=call.value.shape[3],
         BLOCK_DV=dim,
-        PARTIALS=2 if dim <= 64 else 1,  # more take registers, and most programs of a step have little to do
         PDL=pdl,
     )

@@ -182,7 +182,6 @@ def _plan_combine(call: MixedCall, few: BlockClass, many: BlockClass, pdl: bool)
         "MANY_M": many.tiles.block_m,
         "VALUE_DIM": value_dim,
         "BLOCK_DV": block_dv,
-        "PARTIALS": 1,
         "PDL": pdl,
     }
     if few.chunk or many.chunk:

@@ -257,10 +257,9 @@ def _combine_shared_kernel(
     MANY_M: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    PARTIALS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Combine the partials of blocks, and in the last programs the states of sequences that share keys.
+    """Combine the states of sequences that share keys in the first programs, and the partials of blocks in the others.
 
     A program has all columns, because it reads an lse that it then replaces.
     """
@@ -270,22 +269,9 @@ def _combine_shared_kernel(
     dims = tl.arange(0, BLOCK_DV)
     own_starts = shared_states[7] + _OWN * (_LEVELS * batch + 1)
     program = tl.program_id(0)
-    combining = few_programs + many_programs * (MANY_M // _FEW_ROWS)
-    if program < combining:
-        combine_shares(
-            program,
-            (blocks, ends, own_starts),
-            (out, lse, partial_out, partial_lse),
-            (few, many, few_programs, many_programs, few_slots, kv_heads, heads_per_kv),
-            dims,
-            MANY_M,
-            VALUE_DIM,
-            PARTIALS,
-            False,
-        )
-    else:
-        program -= combining
-        parts = tl.cdiv(heads_per_kv, _FEW_ROWS)
+    parts = tl.cdiv(heads_per_kv, _FEW_ROWS)
+    adding = batch * kv_heads * parts
+    if program < adding:  # these take longest
         sequence = program // parts // kv_heads
         if tl.load(own_starts + sequence) > 0:
             _add_runs(
@@ -303,8 +289,18 @@ def _combine_shared_kernel(
                 INT64_TILES,
                 MANY_M,
                 VALUE_DIM,
-                PARTIALS,
             )
+    else:
+        combine_shares(
+            program - adding,
+            (blocks, ends, own_starts),
+            (out, lse, partial_out, partial_lse),
+            (few, many, few_programs, many_programs, few_slots, kv_heads, heads_per_kv),
+            dims,
+            MANY_M,
+            VALUE_DIM,
+            False,
+        )
 
 
 @triton.jit
@@ -323,7 +319,6 @@ def _add_runs(
     INT64_TILES: tl.constexpr,
     MANY_M: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    PARTIALS: tl.constexpr,
 ):
     """Combine the states of up to `FEW_ROWS` heads of a sequence with one query: its own part, and its runs.
 
@@ -365,18 +360,17 @@ def _add_runs(
             acc, row_max, row_sum, out, lse, state[None, :], ok[None, :], dims, VALUE_DIM, False
         )
     else:
-        for i in range(0, owners, PARTIALS):
-            nth = (i + tl.arange(0, PARTIALS))[:, None]
-            slot = 2 * (first + nth) + tl.where(nth == 0, later, 0)
-            at = slot * block_m + (row % block_m)[None, :]
+        for i in range(owners):
+            slot = 2 * (first + i) + tl.where(i == 0, later, 0)
+            at = slot * block_m + row % block_m
             acc, row_max, row_sum = fold_states(
                 acc,
                 row_max,
                 row_sum,
                 partial_out,
                 partial_lse,
-                at,
-                ok[None, :] & (nth < owners),
+                at[None, :],
+                ok[None, :],
                 dims,
                 VALUE_DIM,
                 False,
@@ -406,7 +400,7 @@ def _add_runs(
             dims,
             VALUE_DIM,
             SPACE,
-            PARTIALS,
+            1,
             True,
         )
     acc, log_sum = finish_state(acc, row_max, row_sum)
