@@ -219,23 +219,24 @@ STEPS = {
     ],
     "batches": [
         Step(
-            f"generate_batch_{which}",
-            f"generate_batch.py --device cuda --settings {which} --rounds 1 --limit {limit}",
-            10,
-            f"generate_batch.py --settings {which} --only sdpa --rounds 1",
-        )
-        for which, limit in (("a", 260), ("b", 145), ("gemma3", 190), ("gpt_oss", 190))
-    ]
-    + [
-        Step(
             name,
-            f"generate_batch.py --device cuda --settings b --only {candidates} --rounds 1 --limit {limit}",
+            f"generate_batch.py --device cuda --settings {settings} --rounds 1 --limit {limit}",
             minutes,
-            "generate_batch.py --settings b --only tatten_compiled --rounds 1",
+            f"generate_batch.py --settings {settings.split()[0]} --only {tiny} --rounds 1",
         )
-        for name, candidates, limit, minutes in (
-            ("generate_batch_compiled", "tatten_compiled", 320, 6),
-            ("generate_batch_compiled_peers", "tatten tatten_compiled fa3 fa3_compiled", 170, 8),
+        for name, settings, limit, minutes, tiny in (
+            ("generate_batch_a", "a", 260, 10, "sdpa"),
+            ("generate_batch_b", "b", 145, 10, "sdpa"),
+            (
+                "generate_batch_c",
+                "gemma3 gpt_oss --only sdpa tatten --prompts 16 --batch-tokens 1024 --new-tokens 64 --layers 12",
+                110,
+                8,
+                "sdpa",
+            ),
+            ("generate_batch_compiled", "b --only tatten_compiled fa3 fork tatten", 240, 10, "tatten_compiled"),
+            ("generate_batch_compiled_peers", "b --only tatten fa3 fa3_compiled", 170, 8, "tatten"),
+            ("generate_batch_a_compiled", "a --only tatten_compiled fa3 tatten", 250, 8, "tatten_compiled"),
         )
     ],
     "cpu": [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tables.table import Cell, Row, Table, figure, number
 
 
@@ -43,18 +45,25 @@ SOAK: dict[str, Cell | str] = {
     "faults": lambda r: len(r["faults"]),
     "MiB that memory grew by": figure("growth_mib", 2),
 }
+
+
+def of_setting(name: str) -> Callable[[Row], bool]:
+    return lambda r: measured(r) and r["setting"] == name
+
+
 TABLES = {
     **{
         name: Table(name, BATCHES, measured)
         for name in (
             "generate_batch_a",
+            "generate_batch_a_compiled",
             "generate_batch_b",
             "generate_batch_compiled",
             "generate_batch_compiled_peers",
-            "generate_batch_gemma3",
-            "generate_batch_gpt_oss",
         )
     },
+    "generate_batch_gemma3": Table("generate_batch_c", BATCHES, of_setting("gemma3")),
+    "generate_batch_gpt_oss": Table("generate_batch_c", BATCHES, of_setting("gpt_oss")),
     "generate_batch_host": Table("generate_batch_host", HOST, measured),
     "soak": Table("soak", SOAK),
     "soak_rings": Table("soak_rings", SOAK),

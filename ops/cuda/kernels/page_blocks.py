@@ -39,7 +39,7 @@ def share_of_program(ends, unit, room, programs, blocks, kv_heads, SHARED: gl.co
     end = gl.minimum(total * (program + 1) // active, total).to(gl.int32)
     block = _block_at(ends, unit, room, begin)
     block_end = gl.load(ends + block).to(gl.int32) * unit
-    if not SHARED:  # noqa: SIM102 (known when this is compiled)
+    if not SHARED:
         cuts = gl.load(blocks + _CUTS_COLUMN)
         if cuts != 0:
             end, _, _ = _cut(blocks, ends, room, end, kv_heads, cuts)

@@ -123,6 +123,7 @@ def test_forks_beside_a_chunk(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> 
         return attend(*args, **kwargs)
 
     monkeypatch.setattr(layer_pages, "paged_attention", paged)
+    monkeypatch.setattr(steps, "SHARED_BESIDE_CHUNKS", {"cuda"})
     model, ids = on_gpu("llama", torch.bfloat16), prompts((300, 400))
     options = config(page_size=16, num_blocks=400, max_batch_tokens=64, **({} if graphs else CALM))
     for i, tokens in enumerate(generate(model, ids, options, n=4)):
@@ -141,9 +142,9 @@ def test_compiled_decode_steps_in_graphs(name: str, backend: str) -> None:
     options = config(page_size=16, num_blocks=600, max_batch_tokens=512, decode_compile_config=compiling)
     for i, answer in enumerate(generate(model, ids, options, n=3)):
         check_greedy(model, ids[i // 3], answer)
-    assert (
-        torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
-    )  # of one request, and of any number; Gemma 3 takes another
+    # Of one request, and of any number. With two groups of layers, the block table of a full batch is contiguous, and
+    # takes another graph.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
