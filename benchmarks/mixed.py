@@ -96,7 +96,7 @@ def shapes(device: str) -> list[Mixed]:
         ("8 chunks", (512,) * 8, (4096,) * 8),
         ("64 x 5 queries", (5,) * 64, (4096,) * 64),
     )
-    few_tiles = (  # programs share work tiles here
+    few_tiles = (
         ("16 decodes, short chunk", (*(1,) * 16, 512), (*(2047,) * 16, 2048)),
         ("a chunk", (512,), (8192,)),
         ("5 queries", (5,), (8192,)),

@@ -94,7 +94,7 @@ STEPS = {
             1.5,
             "shared_pages.py --section chunk --rounds 1",
         ),
-        Step("mixed", "mixed.py --device cuda", 1, "mixed.py --rounds 1"),
+        Step("mixed", "mixed.py --device cuda --rounds 5", 1, "mixed.py --rounds 1"),
         Step("aoti_cuda", "aoti.py --device cuda --rows 0", 4, "aoti.py --rows 1 --repeats 1"),
         Step(
             "decode_invariant",
@@ -235,7 +235,7 @@ STEPS = {
                 "sdpa",
             ),
             ("generate_batch_compiled", "b --only tatten_compiled fa3 fork tatten", 240, 10, "tatten_compiled"),
-            ("generate_batch_compiled_peers", "b --only tatten fa3 fa3_compiled", 170, 8, "tatten"),
+            ("generate_batch_compiled_peers", "b --only tatten tatten_compiled fa3 fa3_compiled", 170, 8, "tatten"),
             ("generate_batch_a_compiled", "a --only tatten_compiled fa3 tatten", 250, 8, "tatten_compiled"),
         )
     ],
