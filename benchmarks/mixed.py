@@ -96,7 +96,7 @@ def shapes(device: str) -> list[Mixed]:
         ("8 chunks", (512,) * 8, (4096,) * 8),
         ("64 x 5 queries", (5,) * 64, (4096,) * 64),
     )
-    few_tiles = (
+    small = (
         ("16 decodes, short chunk", (*(1,) * 16, 512), (*(2047,) * 16, 2048)),
         ("a chunk", (512,), (8192,)),
         ("5 queries", (5,), (8192,)),
@@ -104,7 +104,7 @@ def shapes(device: str) -> list[Mixed]:
     )
     return [
         Mixed(name, q_lens, pasts, page)
-        for page, rows in ((16, asked_for + few_tiles), (64, asked_for), (256, asked_for))
+        for page, rows in ((16, asked_for + small), (64, asked_for), (256, asked_for))
         for name, q_lens, pasts in rows
     ]
 

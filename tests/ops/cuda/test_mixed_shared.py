@@ -134,7 +134,7 @@ def test_a_query_may_fill_several_blocks(many_m: int) -> None:
 
 
 def test_no_state_is_written_by_two_programs() -> None:
-    """Programs that combine the blocks of all sequences leave alone those of sequences that share keys."""
+    """The result is the same if the programs that add runs come after those that combine blocks, and not before."""
     from tatten.ops.cuda.launcher import Launch
     from tatten.ops.cuda.ragged import plan_ragged
 
@@ -146,10 +146,10 @@ def test_no_state_is_written_by_two_programs() -> None:
 
     def twice(blocks: Tensor, ends: Tensor, scratch: Tensor, out: Tensor, *rest: Any) -> None:
         sizes = combine.arguments
-        parts = sizes["few_programs"] + sizes["many_programs"] * sizes["MANY_M"] // 16
+        adding = sizes["batch"] * sizes["kv_heads"] * -(-sizes["heads_per_kv"] // 16)  # the first programs
         combine(blocks, ends, scratch, out, *rest)
         before = out.clone()
-        Launch(combine.kernel, (parts,), combine.options, **sizes)(blocks, ends, scratch, out, *rest)
+        Launch(combine.kernel, (adding,), combine.options, **sizes)(blocks, ends, scratch, out, *rest)
         changed.append((out != before).any().item())
 
     dataclasses.replace(plan, combine=twice)(call)

@@ -142,9 +142,9 @@ def test_compiled_decode_steps_in_graphs(name: str, backend: str) -> None:
     options = config(page_size=16, num_blocks=600, max_batch_tokens=512, decode_compile_config=compiling)
     for i, answer in enumerate(generate(model, ids, options, n=3)):
         check_greedy(model, ids[i // 3], answer)
-    # Of one request, and of any number. With two groups of layers, the block table of a full batch is contiguous, and
-    # takes another graph.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+    # One graph serves a step of one request, and one any other number. Gemma 3 has two groups of layers. Its block
+    # table is contiguous for a full batch, which takes a third graph.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (3 if name == "gemma3" else 2)
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
