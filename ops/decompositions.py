@@ -27,6 +27,7 @@ from tatten.ops.picks_validation import check_picks
 from tatten.ops.project_heads import project_heads
 from tatten.ops.reach import mask_of_reach, narrow_mask, with_masks_of_window
 from tatten.ops.row_groups import group_size, row_groups_reference, rows_of
+from tatten.ops.skinny_linear import skinny_linear
 from tatten.ops.states import State, accumulator_dtype, combine_partials, merge
 from tatten.ops.top_picks import top_picks
 from tatten.ops.validation import check_decode_attention
@@ -83,6 +84,7 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
         ops.shared_pages.default: shared_pages,
         ops.project_heads.default: project_heads,
         ops.index_scores.default: _index_scores,
+        ops.skinny_linear.default: skinny_linear,
         ops.top_picks.default: top_picks,
     }
     # Export keeps ops that PyTorch itself could decompose if they are not in the table.

@@ -25,6 +25,7 @@ from tatten.ops.cuda import dispatch as cuda
 from tatten.ops.cuda.index_scores import index_scores as index_scores_on_cuda
 from tatten.ops.cuda.mixed import paged_attention as paged_on_cuda
 from tatten.ops.cuda.project_heads import project_heads as project_heads_on_cuda
+from tatten.ops.cuda.skinny_linear import skinny_linear as skinny_linear_on_cuda
 from tatten.ops.cuda.top_picks import top_picks as top_picks_on_cuda
 from tatten.ops.distributed.collectives import group_of
 from tatten.ops.distributed.tree_merge import tree_merge_op
@@ -36,6 +37,7 @@ from tatten.ops.page_runs import LEVELS, ROWS
 from tatten.ops.pages_validation import check_table_alone
 from tatten.ops.project_heads import fake_project_heads, project_heads
 from tatten.ops.sizes import ceil_div
+from tatten.ops.skinny_linear import fake_skinny_linear, skinny_linear
 from tatten.ops.slide import check_slide, slide_
 from tatten.ops.states import State, accumulator_dtype
 from tatten.ops.top_picks import fake_top_picks, top_picks
@@ -70,6 +72,7 @@ for _schema in (
     "index_scores(Tensor query, Tensor key, Tensor weights, *, float scale=1.0, Tensor? attn_mask=None, "
     "Tensor? key_scale=None) -> Tensor",
     "project_heads(Tensor x, Tensor weight, ScalarType? out_dtype=None) -> Tensor",
+    "skinny_linear(Tensor x, Tensor[] weights, int parts=1, ScalarType? out_dtype=None) -> Tensor[]",
     "top_picks(Tensor scores, int k) -> Tensor",
     "slide_(Tensor(a!) cache, Tensor new) -> ()",
 ):
@@ -89,6 +92,7 @@ torch.library.register_fake("tatten::bifurcated_attention", bifurcated_kernel(_f
 torch.library.register_fake("tatten::paged_attention", mixed_kernel(fake_mixed), lib=_library)
 torch.library.register_fake("tatten::index_scores", fake_index_scores, lib=_library)
 torch.library.register_fake("tatten::project_heads", fake_project_heads, lib=_library)
+torch.library.register_fake("tatten::skinny_linear", fake_skinny_linear, lib=_library)
 torch.library.register_fake("tatten::top_picks", fake_top_picks, lib=_library)
 torch.library.register_fake("tatten::slide_", check_slide, lib=_library)
 
@@ -159,6 +163,7 @@ _KERNELS: dict[str, dict[str, OpKernel]] = {
     "push_merge": {"CUDA": _push_merge},
     "index_scores": {"CPU": index_scores_on_cpu, "CUDA": index_scores_on_cuda},
     "project_heads": {"CPU": project_heads, "CUDA": project_heads_on_cuda},
+    "skinny_linear": {"CPU": skinny_linear, "CUDA": skinny_linear_on_cuda},
     "top_picks": {"CPU": top_picks, "CUDA": top_picks_on_cuda},
     "slide_": {"CPU": slide_, "CUDA": slide_},
 }
@@ -172,7 +177,7 @@ def cuda_implementations() -> dict[Any, OpKernel]:
         "shared_pages": cuda.shared_pages,
     }
     attention = "decode_attention", "latent_attention", "bifurcated_attention", "paged_attention"
-    others = "merge_states", "index_scores", "project_heads", "top_picks"
+    others = "merge_states", "index_scores", "project_heads", "skinny_linear", "top_picks"
     kernels |= {name: _KERNELS[name]["CUDA"] for name in (*attention, *others)}
     return {getattr(torch.ops.tatten, name).default: kernel for name, kernel in kernels.items()}
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from tatten.ops.moved import moved
 from tatten.passes.symbolic import value_of
@@ -53,6 +53,12 @@ def op_name(node: Node) -> str:
         namespace, _, name = str(packet).partition(".")
         return name if namespace == "aten" else ""
     return _name_of(target, type(value_of(node)))  # type: ignore[arg-type]
+
+
+def calls_ops(gm: GraphModule) -> bool:
+    """Return True if a graph, or the body of a higher-order operator in it, calls an op of tatten."""
+    graphs = (module.graph for module in gm.modules() if isinstance(module, GraphModule))
+    return any(str(node.target).startswith("tatten.") for graph in graphs for node in graph.nodes)
 
 
 def overloads(node: Node) -> tuple[OpOverload, ...]:

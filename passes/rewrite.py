@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from tatten.passes.apply_match import apply_match
 from tatten.passes.attention import Attention, find_attention, find_nested, read_attention
+from tatten.passes.calls import calls_ops
 from tatten.passes.describe import declined
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN
 from tatten.passes.find_index_scores import IndexerScores, find_index_scores
@@ -24,6 +25,7 @@ from tatten.passes.other_attention import find_other_attention
 from tatten.passes.reasons import Decline
 from tatten.passes.run import Run
 from tatten.passes.score_keys import apply_index_scores
+from tatten.passes.skinny_linears import LinearGroup, apply_linear_group, find_skinny_linears
 from tatten.passes.sliding import apply_slide, find_slides
 from tatten.passes.top_k import apply_top_k, find_top_k
 
@@ -38,6 +40,7 @@ def rewrite(
     may_guard: bool = True,
     fuses: bool = False,
     batch_invariant: bool = False,
+    linears: bool = False,
 ) -> GraphReport:
     """Rewrite a Dynamo or export graph in place: each call that a pass matches becomes a tatten op.
 
@@ -62,7 +65,7 @@ def rewrite(
     before = Snapshot(gm.graph)
     while True:
         try:
-            run = Run(max_q_len, may_guard, fuses, batch_invariant, Masks(), movers(gm.graph))
+            run = Run(max_q_len, may_guard, fuses, batch_invariant, linears, Masks(), movers(gm.graph))
             findings, note = _run_passes(gm, run, failed)
             if note or any(isinstance(finding, Rewritten) for finding in findings):
                 gm.recompile()
@@ -96,9 +99,20 @@ def _run_passes(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> tu
     scores = _score_keys(gm, run, failed)  # after calls: the proof of their picks reads the program's scores
     slides = or_nothing(lambda: find_slides(gm.graph, run.movers), errors) if run.fuses else []
     moved = _edit_each(slides, lambda x: x.copy, apply_slide, failed, errors)
+    linears = or_nothing(lambda: _find_linears(gm, run), errors)
+    launches = _edit_each(linears, lambda x: x.layers[0].node, apply_linear_group, failed, errors)
+    layers = sum(len(x.layers) for x in linears if x.layers[0].node.name not in failed)
     notes = [f"{moved} full caches of sliding windows are moved in place"] if moved else []
     notes += [f"{unsorted} selections of keys are not sorted"] if unsorted else []
+    notes += [f"{layers} linear layers take {launches} launches"] if launches else []
     return [*findings, *others, *nested, *scores, *errors], "; ".join(notes)
+
+
+def _find_linears(gm: GraphModule, run: Run) -> list[LinearGroup]:
+    """Find linear layers of few rows in a decode step: a graph in which attention became an op of tatten."""
+    if not (run.linears and calls_ops(gm)):
+        return []
+    return find_skinny_linears(gm.graph, run.movers)
 
 
 def _rewrite_call(node: Node, attention: Attention, run: Run) -> Rewritten | Declined:

@@ -19,6 +19,7 @@ class Run:
         may_guard: whether guards may be added. If not, a match relies only on facts that hold in every run.
         fuses: whether the graph's compiler is Inductor, which fuses attention that is written out and looks into ops.
         batch_invariant: whether each call that can becomes an op with `batch_invariant=True`, even if that doesn't pay.
+        linears: whether linear layers of few rows share launches of `tatten::skinny_linear` in a graph with attention.
         masks: the nodes that were computed from masks, and the drafts.
         movers: the nodes that change a tensor's memory or shape in place.
     """
@@ -27,5 +28,6 @@ class Run:
     may_guard: bool
     fuses: bool
     batch_invariant: bool
+    linears: bool
     masks: Masks
     movers: Sequence[Node]

@@ -12,8 +12,9 @@ from torch.fx import GraphModule
 from tatten.inner_compiler import Compiled, inner_compiler, reset_inner
 from tatten.options import decode_options, split_options
 from tatten.passes import rewrite
+from tatten.passes.calls import calls_ops
 from tatten.report import publish
-from tatten.saved import calls_ops, save_with_ops
+from tatten.saved import save_with_ops
 
 
 def tatten(
@@ -39,6 +40,7 @@ def tatten(
         tatten_options.max_q_len,
         fuses=tatten_options.inner == "inductor",
         batch_invariant=tatten_options.batch_invariant,
+        linears=tatten_options.decode,
     )
     needs_ops = calls_ops(gm)  # before compilation, which may change the graph
     if tatten_options.decode and needs_ops:

@@ -16,12 +16,11 @@ from torch.fx import Node
 from tatten import passes
 from tatten.lowered import lower_ops
 from tatten.passes import GraphReport, Rewritten
-from tatten.passes.calls import OpOverload
+from tatten.passes.calls import OpOverload, calls_ops
 from tatten.passes.internal import declined_graph
 from tatten.passes.mutation import written_arguments
 from tatten.passes.symbolic import same_storage, tensor_of
 from tatten.report import publish
-from tatten.saved import calls_ops
 
 LIFTED = torch.ops.aten.lift_fresh_copy.default  # how an exported graph copies a `torch.tensor(...)` of numbers
 

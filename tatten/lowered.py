@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from tatten.ops.moved import moved
+from tatten.passes.calls import calls_ops
 from tatten.report import count
-from tatten.saved import calls_ops
 
 Compiled = Callable[..., Any]
 

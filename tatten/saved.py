@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from torch.fx import GraphModule
-
 
 @dataclass(frozen=True)
 class _Saved:
@@ -22,12 +20,6 @@ class _Saved:
 
 def _content(content: Any) -> Any:
     return content
-
-
-def calls_ops(gm: GraphModule) -> bool:
-    """Return True if a graph, or the body of a higher-order operator in it, calls an op of tatten."""
-    graphs = (module.graph for module in gm.modules() if isinstance(module, GraphModule))
-    return any(str(node.target).startswith("tatten.") for graph in graphs for node in graph.nodes)
 
 
 def save_with_ops(compiled: Callable[..., Any]) -> None:

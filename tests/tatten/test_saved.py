@@ -14,7 +14,7 @@ from torch._dynamo import aot_compile
 from torch.fx import Graph, GraphModule
 
 import tatten
-from tatten.saved import calls_ops
+from tatten.passes.calls import calls_ops
 
 STEP = """
 import sys, torch, torch.nn.functional as F

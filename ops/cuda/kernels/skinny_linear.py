@@ -1,0 +1,75 @@
+"""The kernel of linear layers of few rows, with float32 sums."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
+def _skinny_linear_kernel(
+    x,  # [rows, IN], contiguous
+    weight_0,  # [OUT_0, IN], contiguous
+    weight_1,  # None without a second weight
+    weight_2,
+    product_0,  # [parts, rows, OUT_0], contiguous
+    product_1,
+    product_2,
+    rows,
+    parts,
+    IN: tl.constexpr,
+    OUT_0: tl.constexpr,
+    OUT_1: tl.constexpr,
+    OUT_2: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    PDL: tl.constexpr,
+    FLOAT32_DOTS: tl.constexpr,
+):
+    """Multiply `BLOCK_OUT` rows of a weight with a part of `BLOCK_ROWS` rows of `x`.
+
+    The weight is the left operand: its tiles have the 64 rows that wgmma has at least, while the right operand may be
+    as narrow as 16 rows of `x`. The other way round, most rows of the tensor cores would multiply padding.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    part = tl.program_id(0) % parts
+    block = tl.program_id(0) // parts
+    weight, product, n_out = weight_0, product_0, tl.full([], OUT_0, tl.int32)
+    end_0: tl.constexpr = (OUT_0 + BLOCK_OUT - 1) // BLOCK_OUT
+    end_1: tl.constexpr = end_0 + (OUT_1 + BLOCK_OUT - 1) // BLOCK_OUT
+    first = block * 0
+    if weight_1 is not None:  # noqa: SIM102 (known when this is compiled)
+        if block >= end_0:
+            weight, product, n_out = weight_1, product_1, tl.full([], OUT_1, tl.int32)
+            first = block * 0 + end_0
+    if weight_2 is not None:  # noqa: SIM102
+        if block >= end_1:
+            weight, product, n_out = weight_2, product_2, tl.full([], OUT_2, tl.int32)
+            first = block * 0 + end_1
+    block -= first
+    out = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    n_blocks: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
+    start, stop = part * n_blocks // parts, (part + 1) * n_blocks // parts
+    k = start * BLOCK_IN + tl.arange(0, BLOCK_IN)
+    # Rows beyond the end repeat the last one. They are not stored, and no other row depends on them.
+    weight_at = weight + tl.minimum(out, n_out - 1).to(tl.int64)[:, None] * IN + k[None, :]
+    x_at = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * IN + k[None, :]
+    acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    for i in range(start, stop):
+        if IN % BLOCK_IN == 0:
+            w, xs = tl.load(weight_at), tl.load(x_at)
+        else:
+            ok = (i * BLOCK_IN + tl.arange(0, BLOCK_IN) < IN)[None, :]
+            w, xs = tl.load(weight_at, mask=ok, other=0.0), tl.load(x_at, mask=ok, other=0.0)
+        if FLOAT32_DOTS:
+            w, xs = w.to(tl.float32), xs.to(tl.float32)
+        acc = tl.dot(w, tl.trans(xs), acc, input_precision="ieee")
+        weight_at += BLOCK_IN
+        x_at += BLOCK_IN
+    at = product + (part.to(tl.int64) * rows + row)[:, None] * n_out + out[None, :]
+    ok = (row < rows)[:, None] & (out < n_out)[None, :]
+    tl.store(at, tl.trans(acc).to(product.dtype.element_ty), mask=ok)

@@ -1,0 +1,100 @@
+"""Linear layers of few rows that read one input: `skinny_linear`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tatten.ops.sizes import ceil_div
+from tatten.ops.validation import check_no_grad
+
+DTYPES = torch.bfloat16, torch.float16
+BLOCK_OUT, BLOCK_IN = 64, 128  # the weights that a program multiplies at a time
+MOST_WEIGHTS = 3  # query, key and value
+MOST_ROWS = 64  # of the kernel: cuBLAS was not slower with more
+
+# Programs of a launch that keep enough loads in flight, and input features of a program. The layers of Llama-3.1-8B
+# take 0.99 of the time of one part if `down_proj` (4096 of 14336) has two (H100, 8 rows).
+LEAST_PROGRAMS, MOST_FEATURES = 64, 8192
+
+
+def skinny_linear(
+    x: Tensor, weights: Sequence[Tensor], parts: int = 1, out_dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Compute `x @ weight.T` for each weight, in partial sums over `parts` shares of the input features.
+
+    A weight has far more bytes than the few rows of `x`, so the time is that of reading it. Weights that read one `x`
+    share a launch, and parts give programs to more of the GPU. The sum over parts is left to the caller, whose compiler
+    fuses it into the next op.
+
+    Args:
+        x: `[..., in_features]`, bfloat16 or float16, any strides.
+        weights: one to three of `[out_features, in_features]`, in the dtype of `x`, any strides. On CUDA, a weight that
+            is not contiguous is copied.
+        parts: the number of partial sums, from 1 on.
+        out_dtype: float32, or the dtype of `x`, which is the default.
+
+    Returns:
+        For each weight, `[parts, ..., out_features]` in `out_dtype`, contiguous. The partial sums of a row add up to
+        the product. They are summed in float32 and rounded once.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes, devices or numbers do not fit; the message names the argument.
+        NotImplementedError: gradients are required.
+    """
+    out_dtype = check_skinny_linear(x, weights, parts, out_dtype)
+    bounds = [min(i * BLOCK_IN, x.shape[-1]) for i in part_bounds(x.shape[-1], parts)]
+    shares = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+    rows = x.float()
+    return [
+        torch.stack([rows[..., share] @ weight[:, share].float().T for share in shares]).to(out_dtype)
+        for weight in weights
+    ]
+
+
+def part_bounds(in_features: int, parts: int) -> list[int]:
+    """Return where each part begins, in blocks of `BLOCK_IN` features, and where the last one ends."""
+    blocks = ceil_div(in_features, BLOCK_IN)
+    return [part * blocks // parts for part in range(parts + 1)]
+
+
+def choose_parts(out_features: Sequence[int], in_features: int) -> int:
+    """Return the number of parts for weights of these sizes; it depends on no number of rows."""
+    programs = sum(ceil_div(n, BLOCK_OUT) for n in out_features)
+    parts = max(ceil_div(LEAST_PROGRAMS, programs), ceil_div(in_features, MOST_FEATURES))
+    return max(1, min(parts, ceil_div(in_features, BLOCK_IN)))
+
+
+def check_skinny_linear(x: Tensor, weights: Sequence[Tensor], parts: int, out_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of the result; raise unless `skinny_linear` supports the arguments."""
+    if not 1 <= len(weights) <= MOST_WEIGHTS:
+        raise ValueError(f"`weights` must have one to {MOST_WEIGHTS} tensors, got {len(weights)}")
+    check_no_grad("skinny_linear", x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
+    if x.dtype not in DTYPES:
+        raise TypeError(f"`x` must be bfloat16 or float16, got {x.dtype}")
+    if x.dim() == 0:
+        raise ValueError("`x` must be [..., in_features], got a tensor without dimensions")
+    for i, weight in enumerate(weights):
+        if weight.device != x.device:
+            raise ValueError(f"`weights[{i}]` must be on the device of `x`, {x.device}, got {weight.device}")
+        if weight.dtype != x.dtype:
+            raise TypeError(f"`weights[{i}]` must have the dtype of `x`, {x.dtype}, got {weight.dtype}")
+        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+            wanted = f"[out_features, {x.shape[-1]}], with the features of `x`"
+            raise ValueError(f"`weights[{i}]` must be {wanted}, got shape {tuple(weight.shape)}")
+    if parts < 1:
+        raise ValueError(f"`parts` must be at least 1, got {parts}")
+    if out_dtype not in (None, torch.float32, x.dtype):
+        raise TypeError(f"`out_dtype` must be float32 or the dtype of `x`, {x.dtype}, got {out_dtype}")
+    return out_dtype or x.dtype
+
+
+def fake_skinny_linear(
+    x: Tensor, weights: Sequence[Tensor], parts: int = 1, out_dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Return tensors like the results of `skinny_linear`, uninitialised: its fake implementation."""
+    out_dtype = check_skinny_linear(x, weights, parts, out_dtype)
+    return [x.new_empty((parts, *x.shape[:-1], weight.shape[0]), dtype=out_dtype) for weight in weights]

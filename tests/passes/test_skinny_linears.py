@@ -1,0 +1,292 @@
+"""Linear layers of few rows: those that read one input share a launch, in decode steps on a GPU of Hopper."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import as_on_cuda, capture, listing
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.nn.utils import parametrize
+
+from tatten.ops.cuda import skinny_linear as on_cuda
+from tatten.passes import rewrite, skinny_linears
+from tatten.passes.findings import Declined, Rewritten
+from tatten.passes.mutation import movers
+from tatten.passes.reasons import Reason
+from tatten.passes.skinny_linears import LinearGroup, apply_linear_group, find_skinny_linears
+
+bf16 = torch.bfloat16
+B, HEADS, DIM, SLOTS, WIDTH, INNER = 3, 2, 16, 64, 32, 48
+OP = torch.ops.tatten.skinny_linear.default
+
+
+@pytest.fixture(autouse=True)
+def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skinny_linears, "LEAST_BYTES", 1)
+
+
+def weight(n_out: int = INNER, n_in: int = WIDTH, dtype: torch.dtype = bf16) -> Tensor:
+    return torch.randn(n_out, n_in).to(dtype)
+
+
+def inputs(rows: int = B, dtype: torch.dtype = bf16) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    named = {"x": torch.randn(rows, 1, WIDTH).to(dtype), "a": weight(dtype=dtype), "b": weight(16, dtype=dtype)}
+    return named | {"c": weight(20, dtype=dtype), "d": weight(WIDTH, INNER, dtype), "bias": torch.randn(16).to(dtype)}
+
+
+def search(fn: Callable[..., Any], named: dict[str, Tensor], **options: Any) -> tuple[GraphModule, list[LinearGroup]]:
+    """The groups that the pass finds in the graph of a function, as it would be on a GPU."""
+    gm = capture(fn, *named.values(), **options)
+    return gm, find_skinny_linears(as_on_cuda(gm).graph, movers(gm.graph))
+
+
+def names(groups: list[LinearGroup]) -> list[list[str]]:
+    """The weights of each group."""
+    return [[layer.weight.name.strip("_").removeprefix("l_").strip("_") for layer in x.layers] for x in groups]
+
+
+def check_same(fn: Callable[..., Any], named: dict[str, Tensor]) -> None:
+    """The graph computes the same after the groups are replaced."""
+    gm, groups = search(fn, named)
+    for group in groups:
+        apply_linear_group(group)
+    gm.graph.lint()
+    gm.recompile()
+    order = [x.name.strip("_").removeprefix("l_").strip("_") for x in gm.graph.find_nodes(op="placeholder")]
+    got, want = gm(*(named[name].clone() for name in order)), fn(*(x.clone() for x in named.values()))
+    for a, b in zip(got, want if isinstance(want, tuple) else (want,), strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7)
+        assert a.stride() == b.stride()
+
+
+def projections(x, a, b, c, d, bias):
+    return F.linear(x, a), F.linear(x, weight=b), F.linear(x, c)
+
+
+def mlp(x, a, b, c, d, bias):
+    return F.linear(F.silu(F.linear(x, a)), d) + x
+
+
+def with_bias(x, a, b, c, d, bias):
+    return F.linear(x, b, bias), F.linear(x, c)
+
+
+def five_layers(x, a, b, c, d, bias):
+    return tuple(F.linear(x, w) for w in (a, b, c, a, b))
+
+
+def read_before_a_write(x, a, b, c, d, bias):
+    """The second layer reads another input than the first, and the third one shares its launch."""
+    first = F.linear(x, a)
+    x.mul_(2)
+    return first, F.linear(x, b), F.linear(x, c)
+
+
+def a_bias_is_written(x, a, b, c, d, bias):
+    first = F.linear(x, a)
+    bias.add_(1)
+    return first, F.linear(x, b, bias)
+
+
+POSITIVE = [
+    (projections, [["a", "b", "c"]]),
+    (mlp, [["a"], ["d"]]),
+    (with_bias, [["b", "c"]]),
+    (five_layers, [["a", "b", "c"], ["a", "b"]]),
+    (read_before_a_write, [["a"], ["b", "c"]]),
+    (a_bias_is_written, [["a"], ["b"]]),
+]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("fn, expected", POSITIVE, ids=lambda x: getattr(x, "__name__", ""))
+def test_layers_of_one_input_share_an_op(
+    fn: Callable[..., Any], expected: list[list[str]], parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(skinny_linears, "choose_parts", lambda *_: parts)
+    groups = search(fn, inputs())[1]
+    assert names(groups) == expected
+    assert {x.parts for x in groups} == {parts}
+    check_same(fn, inputs())
+
+
+@pytest.mark.parametrize("shape", [(2, WIDTH), (64, WIDTH), (8, 8, WIDTH), (1, 8, WIDTH), (2, 1, 1, WIDTH)], ids=str)
+def test_up_to_64_rows(shape: tuple[int, ...]) -> None:
+    named = inputs() | {"x": torch.randn(shape).to(bf16)}
+    assert names(search(projections, named)[1]) == [["a", "b", "c"]]
+    check_same(projections, named)
+
+
+@pytest.mark.parametrize("shape", [(WIDTH,), (1, 1, WIDTH), (65, WIDTH), (5, 13, WIDTH), (0, WIDTH)], ids=str)
+def test_other_numbers_of_rows_are_left(shape: tuple[int, ...]) -> None:
+    assert search(projections, inputs() | {"x": torch.randn(shape).to(bf16)})[1] == []
+
+
+def test_float16() -> None:
+    assert len(search(projections, inputs(dtype=torch.float16))[1]) == 1
+    check_same(projections, inputs(dtype=torch.float16))
+
+
+def a_computed_weight(x, a, b, c, d, bias):
+    return F.linear(x, a * 2)
+
+
+def a_slice_of_a_weight(x, a, b, c, d, bias):
+    return F.linear(x[..., :16], a[:, :16])
+
+
+def a_computed_bias(x, a, b, c, d, bias):
+    return F.linear(x, b, bias + 1)
+
+
+def a_weight_as_a_vector(x, a, b, c, d, bias):
+    return F.linear(x, bias.new_zeros(WIDTH)) + F.linear(x, x[0, 0])
+
+
+def a_matmul(x, a, b, c, d, bias):
+    return x @ a.T
+
+
+def moved_in_place(x, a, b, c, d, bias):
+    y = x + 1
+    y.transpose_(0, 1)
+    return F.linear(y, a)
+
+
+def under_autocast(x, a, b, c, d, bias):
+    with torch.autocast("cpu", torch.float16):
+        return F.linear(x, a)
+
+
+NEGATIVE = [a_computed_weight, a_slice_of_a_weight, a_computed_bias, a_weight_as_a_vector, a_matmul, moved_in_place]
+
+
+@pytest.mark.parametrize("fn", [*NEGATIVE, under_autocast], ids=lambda fn: fn.__name__)
+def test_left_as_it_is(fn: Callable[..., Any]) -> None:
+    assert search(fn, inputs())[1] == []
+
+
+def test_other_dtypes_and_layouts_are_left() -> None:
+    assert search(projections, inputs(dtype=torch.float32))[1] == []
+    transposed = inputs() | {"a": weight(WIDTH, INNER).T}
+    assert names(search(projections, transposed)[1]) == [["b", "c"]]
+
+
+def test_gradients_are_left() -> None:
+    named = inputs()
+    named["a"].requires_grad_()
+    assert names(search(projections, named, grad=True)[1]) == [["b", "c"]]
+    assert names(search(projections, named)[1]) == [["a", "b", "c"]]
+
+
+def test_a_subclass_is_left() -> None:
+    class Doubled(torch.nn.Module):
+        def forward(self, stored: Tensor) -> Tensor:
+            return stored * 2
+
+    layer = torch.nn.Linear(WIDTH, INNER, bias=False, dtype=bf16)
+    parametrize.register_parametrization(layer, "weight", Doubled())
+    assert search(lambda x: layer(x), {"x": inputs()["x"]})[1] == []
+
+
+def test_small_weights_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skinny_linears, "LEAST_BYTES", 2 * WIDTH * (INNER + 16 + 20) + 1)
+    assert search(projections, inputs())[1] == []
+    monkeypatch.setattr(skinny_linears, "LEAST_BYTES", 2 * WIDTH * (INNER + 16 + 20))
+    assert len(search(projections, inputs())[1]) == 1
+
+
+def test_other_devices_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm = capture(projections, *inputs().values())
+    assert find_skinny_linears(gm.graph) == []  # a CPU
+    monkeypatch.setattr(on_cuda, "has_wgmma", lambda device: False)
+    assert find_skinny_linears(as_on_cuda(gm).graph) == []
+
+
+def test_a_dynamic_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op calls cuBLAS for many rows. Sums of parts and biases in float32 would cost more, so these are left."""
+    named = inputs()
+    torch._dynamo.mark_dynamic(named["x"], 0)
+    assert names(search(projections, named)[1]) == [["a", "b", "c"]]
+    assert search(with_bias, named)[1] == []
+    monkeypatch.setattr(skinny_linears, "choose_parts", lambda *_: 2)
+    assert search(projections, named)[1] == []
+
+
+def step(x, key, value, mask, a, b, d, length):
+    """A decode step: a static cache, its mask, and projections."""
+    q, new = F.linear(x, a), F.linear(x, b)
+    key.index_copy_(2, length, new.view(B, HEADS, 1, DIM))
+    out = F.scaled_dot_product_attention(q.view(B, HEADS, 1, DIM), key, value, mask)
+    return F.linear(out.transpose(1, 2).flatten(2), d)
+
+
+def step_inputs() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    key, value = torch.randn(2, B, HEADS, SLOTS, DIM).to(bf16)
+    mask = (torch.arange(SLOTS) < 40).expand(B, 1, 1, SLOTS)
+    named = {"x": torch.randn(B, 1, WIDTH).to(bf16), "key": key, "value": value, "mask": mask}
+    named |= {name: weight(HEADS * DIM) for name in ("a", "b", "d")}
+    return named | {"length": torch.tensor([39])}
+
+
+class TestStep(expecttest.TestCase):
+    def test_a_decode_step(self) -> None:
+        gm = as_on_cuda(capture(step, *step_inputs().values()))
+        report = rewrite(gm, linears=True)
+        assert report.note == "3 linear layers take 2 launches"
+        self.assertExpectedInline(
+            listing(gm),
+            """\
+skinny_linear_default = skinny_linear.default(l_x_, [l_a_, l_b_], 1, torch.bfloat16)
+getitem_1 = getitem(skinny_linear_default, 0)
+squeeze = squeeze(getitem_1, 0)
+getitem_2 = getitem(skinny_linear_default, 1)
+squeeze_1 = squeeze(getitem_2, 0)
+view = view(squeeze_1, 3, 2, 1, 16)
+index_copy_ = index_copy_(l_key_, 2, l_length_, view)
+view_1 = view(squeeze, 3, 2, 1, 16)
+block_mask_default = block_mask.default(l_mask_)
+decode_attention_default = decode_attention.default(view_1, l_key_, l_value_, l_mask_, None, None, block_mask_default)
+getitem = getitem(decode_attention_default, 0)
+transpose = transpose(getitem, 1, 2)
+flatten = flatten(transpose, 2)
+skinny_linear_default_1 = skinny_linear.default(flatten, [l_d_], 1, torch.bfloat16)
+getitem_3 = getitem(skinny_linear_default_1, 0)
+squeeze_2 = squeeze(getitem_3, 0)
+return (squeeze_2)""",
+        )
+
+
+def test_without_the_option() -> None:
+    gm = as_on_cuda(capture(step, *step_inputs().values()))
+    assert rewrite(gm).note == ""
+    assert OP not in [node.target for node in gm.graph.nodes]
+
+
+def test_a_graph_without_attention_is_left() -> None:
+    gm = as_on_cuda(capture(projections, *inputs().values()))
+    assert rewrite(gm, linears=True).note == ""
+    assert OP not in [node.target for node in gm.graph.nodes]
+
+
+def test_an_error_leaves_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(group: LinearGroup) -> None:
+        raise LookupError("not foreseen")
+
+    monkeypatch.setattr("tatten.passes.internal.RAISES", False)
+    monkeypatch.setattr(importlib.import_module("tatten.passes.rewrite"), "apply_linear_group", fail)
+    gm = as_on_cuda(capture(step, *step_inputs().values()))
+    report = rewrite(gm, linears=True)
+    errors = [x.decline.reason for x in report.findings if isinstance(x, Declined)]
+    assert errors == [Reason.INTERNAL] * 2
+    assert OP not in [node.target for node in gm.graph.nodes]
+    assert sum(isinstance(x, Rewritten) for x in report.findings) == 1
