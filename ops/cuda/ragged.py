@@ -165,7 +165,8 @@ def _takes_pages_kernel(call: MixedCall) -> bool:
     from tatten.ops.cuda.pages_sm90 import takes_pages_kernel
 
     rows, kv_heads = call.query.shape[0] * heads_per_kv(call), call.key.shape[2]
-    tiles = (2 * rows // HOPPER_M + call.batch + 1) * kv_heads * (ceil_div(call.kv_len, HOPPER_N) + 2 * MARGIN)
+    blocks = (2 * rows // HOPPER_M + call.batch + 1) * kv_heads  # of each kv head
+    tiles = blocks * (max(1, ceil_div(call.kv_len, HOPPER_N)) + 2 * MARGIN)
     return tiles < 1 << 31 and takes_pages_kernel(call.query, call.key, call.value, call.score_scale)
 
 

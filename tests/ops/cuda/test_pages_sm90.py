@@ -218,6 +218,19 @@ def test_what_it_is_not_chosen_for(change: dict[str, Any], monkeypatch: pytest.M
         assert ragged._takes_pages_kernel(call) == chosen
 
 
+def test_it_is_not_chosen_for_more_tiles_than_32_bits_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block has a tile even if there are no keys, and two margins."""
+    from tatten.ops.cuda import pages_sm90, ragged
+
+    monkeypatch.setattr(pages_sm90, "_on_hopper", lambda x: True)
+    pool, starts = torch.empty(9, 16, 1, 64, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
+    most = (2**31 // 3 - 2) * 64  # a block for every 64 tokens, one more for the sequence, and one for padding
+    for n_tokens, columns, chosen in ((most, 0, True), (most, 8, True), (most, 9, False), (most + 64, 0, False)):
+        query = torch.zeros(1, 1, 64, dtype=torch.bfloat16).expand(n_tokens, 1, 64)
+        call = MixedCall(query, pool, pool, torch.zeros(1, columns, dtype=torch.int32), starts, starts[:1])
+        assert ragged._takes_pages_kernel(call) == chosen
+
+
 def whole_parts(tiles: list[int], kv_heads: int, programs: int) -> list[int]:
     """The tiles of each program that takes the nearest whole work tiles, margins included."""
     ends = [kv_heads * end for end in itertools.accumulate(tiles)]
