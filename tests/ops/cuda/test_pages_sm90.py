@@ -271,23 +271,31 @@ def test_no_program_takes_much_more_than_the_others(n: int, monkeypatch: pytest.
     assert min(counts[True], counts[False]) > 0
 
 
+BENCHMARK = {  # of benchmarks/mixed.py: numbers of queries, keys before them, and how their tiles are cut
+    "31 decodes and a chunk": ([1] * 31 + [2048], [8191] * 31 + [8192], (1, True)),
+    "8 chunks": ([512] * 8, [4096] * 8, (1, True)),
+    "64 x 5 queries": ([5] * 64, [4096] * 64, (1, True)),
+    "16 decodes, short chunk": ([1] * 16 + [512], [2047] * 16 + [2048], (1, False)),
+    "a chunk": ([512], [8192], (1, True)),
+    "5 queries": ([5], [8192], (0, False)),
+    "4 x 5 queries": ([5] * 4, [8192] * 4, (1, False)),
+}
+
+
 @interpreted
-@pytest.mark.parametrize(
-    "q_lens, past", [([1] * 31 + [2048], 8192), ([512] * 8, 4096), ([5] * 64, 4096)], ids=["decodes", "chunks", "5"]
-)
-def test_batches_of_the_benchmark_take_whole_work_tiles(
-    q_lens: list[int], past: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("q_lens, pasts, cuts", BENCHMARK.values(), ids=BENCHMARK)
+def test_how_tiles_of_the_benchmark_are_cut(
+    q_lens: list[int], pasts: list[int], cuts: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The batches of `benchmarks/mixed.py`, on the 132 multiprocessors of an H100."""
+    """On the 132 multiprocessors of an H100, large batches take whole work tiles. 5 queries alone are short parts."""
     from tatten.ops.cuda import pages_sm90, ragged
 
     monkeypatch.setattr(pages_sm90, "takes_pages_kernel", lambda *_: True)
     pool = torch.empty(1, 256, 8, 128, dtype=torch.bfloat16)
-    lens = [past - 1 + q_len if q_len == 1 else past + q_len for q_len in q_lens]
+    lens = [q_len + past for q_len, past in zip(q_lens, pasts, strict=True)]
     starts = torch.tensor([0, *itertools.accumulate(q_lens)]).int()
     call = MixedCall(
         torch.empty(sum(q_lens), 32, 128, dtype=torch.bfloat16), pool, pool,
         torch.zeros(len(lens), -(-max(lens) // 256)).int(), starts, torch.tensor(lens).int(),
     )  # fmt: skip
-    _, whole = cuts_of(ragged.plan_ragged(call, programs=132), call)
-    assert whole
+    assert cuts_of(ragged.plan_ragged(call, programs=132), call) == cuts
