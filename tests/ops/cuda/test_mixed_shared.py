@@ -28,6 +28,7 @@ from shared_tables import (
 from slow import slow_but
 from torch import Tensor
 
+from tatten.ops.cuda.kernels.query_blocks import CUTS_COLUMN
 from tatten.ops.mixed_batch import MixedCall
 from tatten.ops.page_runs import LEADERS, LEVELS, OWN, TILE_ENDS
 from tatten.ops.reference import paged_attention_reference
@@ -256,13 +257,28 @@ def test_starts_that_do_not_add_up() -> None:
         assert_same(got, want, 1e-5)
 
 
-@pytest.mark.parametrize("n", slow_but([3], [3, 40]))
-def test_the_pages_kernel(n: int) -> None:
+def install_pages_kernel(patch: pytest.MonkeyPatch, seed: int, long_part: int) -> None:
+    """Let plans take the pages kernel on a CPU, and work tiles have margins if a program has `long_part` tiles."""
     import triton.language as tl
 
-    from tatten.ops.cuda import pages_sm90, ragged
+    from tatten.ops.cuda import pages_sm90
     from tatten.ops.cuda.kernels import page_blocks, page_loads, query_blocks
     from tatten.ops.cuda.kernels import pages_sm90 as kernel
+
+    modules = kernel, page_loads, page_blocks
+    patch.setattr(pages_sm90, "_pages_kernel", Interpreted(patch, seed, "_pages_kernel", *modules))
+    patch.setattr(pages_sm90, "takes_pages_kernel", lambda *_: True)
+    patch.setattr(query_blocks, "_LONG_PART", tl.constexpr(long_part))
+
+
+def assert_same_in_16_bits(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
+    torch.testing.assert_close(got[0].double(), want[0], rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(got[1].double(), want[1], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("n", slow_but([3], [3, 40]))
+def test_the_pages_kernel(n: int) -> None:
+    from tatten.ops.cuda import ragged
 
     rng, sharing = random.Random(n), 0
     while sharing < n:
@@ -277,14 +293,41 @@ def test_the_pages_kernel(n: int) -> None:
         if rng.random() < 0.5:
             inputs["sinks"] = torch.randn(heads)
         with pytest.MonkeyPatch.context() as patch:
-            modules = kernel, page_loads, page_blocks
-            patch.setattr(pages_sm90, "_pages_kernel", Interpreted(patch, sharing, "_pages_kernel", *modules))
-            patch.setattr(pages_sm90, "takes_pages_kernel", lambda *_: True)
-            # Few tiles are a long part here, so that work tiles have margins.
-            patch.setattr(query_blocks, "_LONG_PART", tl.constexpr(rng.choice((1, 8))))
+            install_pages_kernel(patch, sharing, rng.choice((1, 8)))
             assert ragged._takes_pages_kernel(MixedCall(**inputs))
             got = attend(inputs, shared, None, rng.choice((1, 2, 5, 30)))
-        want = paged_attention_reference(**inputs)
-        torch.testing.assert_close(got[0].double(), want[0], rtol=2e-2, atol=1e-2)
-        torch.testing.assert_close(got[1].double(), want[1], rtol=1e-4, atol=1e-3)
+        assert_same_in_16_bits(got, paged_attention_reference(**inputs))
         sharing += 1
+
+
+@pytest.mark.parametrize(
+    "n_tiles, long_part, margin", [((4, 4, 2), 8, 0), ((6, 6, 1), 1, 1)], ids=["tiles alone", "margins"]
+)
+def test_own_parts_that_equal_parts_would_cut_stay_whole(
+    n_tiles: tuple[int, int, int], long_part: int, margin: int
+) -> None:
+    """With so many tiles each, equal parts of three programs would end within some, and whole work tiles are even."""
+    from tatten.ops.cuda.ragged import plan_ragged
+
+    lens = [128 * (1 + n) - b for b, n in enumerate(n_tiles)]
+    rows = [[0, *range(1 + 10 * b, 11 + 10 * b)] for b in range(3)]
+    tables = made(random.Random(0), rows, lens, 128, 31)
+    inputs = mixed_inputs(tables, [1, 1, 1], 2, dtype=torch.bfloat16, heads=5, kv_heads=1, dim=64)
+    shared = shared_of(tables).data
+    assert shared[OWN, :3].tolist() == [128] * 3
+    call, cut = MixedCall(**inputs, shared_pages=shared), []
+    with pytest.MonkeyPatch.context() as patch, fresh_memory_is_poison():
+        install_pages_kernel(patch, 0, long_part)
+        plan: Any = plan_ragged(call, programs=3)
+
+        def combine(blocks: Tensor, ends: Tensor, *rest: Any) -> None:
+            assert blocks[:3, 6].tolist() == [*n_tiles]
+            assert blocks[0, CUTS_COLUMN] == 2 * margin + 1
+            begins = [int(ends[-1]) * program // 3 for program in range(3)]
+            for end, n in zip(ends.tolist(), n_tiles, strict=False):
+                cut.append(any(end - margin - n < begin < end - margin for begin in begins))
+            plan.combine(blocks, ends, *rest)
+
+        got = dataclasses.replace(plan, combine=combine)(call)
+    assert any(cut)
+    assert_same_in_16_bits(got, paged_attention_reference(**inputs))
