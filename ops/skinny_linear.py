@@ -16,8 +16,9 @@ BLOCK_OUT, BLOCK_IN = 64, 128  # the weights that a program multiplies at a time
 MOST_WEIGHTS = 3  # query, key and value
 MOST_ROWS = 64  # of the kernel: cuBLAS was not slower with more
 
-# Programs of a launch that keep enough loads in flight, and input features of a program. The layers of Llama-3.1-8B
-# take 0.99 of the time of one part if `down_proj` (4096 of 14336) has two (H100, 8 rows).
+# The programs that a launch has at least, and the most input features of a program. Of 1, 2 and 4 parts, this choice
+# was the fastest or within 8% of it (22 groups of layers of six models, 8 to 64 rows, H100,
+# `benchmarks/skinny_linear.py --parts 1 2 4`).
 LEAST_PROGRAMS, MOST_FEATURES = 64, 8192
 
 

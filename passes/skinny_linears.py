@@ -105,12 +105,9 @@ def _is_input(x: Any) -> bool:
 
 
 def _few_rows(x: Tensor) -> bool:
-    """Return True for 2 to `MOST_ROWS` rows, or a dynamic number: for many rows the op calls cuBLAS itself."""
+    """Return True for 2 to `MOST_ROWS` rows. A dynamic number was not measured."""
     n = [constant(size) for size in x.shape[:-1]]
-    if x.dim() < 2 or 0 in n:
-        return False
-    known = math.prod(size for size in n if size is not None)
-    return known <= MOST_ROWS and (None in n or known > 1)
+    return None not in n and 1 < math.prod(size or 0 for size in n) <= MOST_ROWS
 
 
 def _groups(x: Node, layers: list[Linear]) -> Iterator[LinearGroup]:
@@ -133,12 +130,8 @@ def _changes(x: Node, first: Linear, later: Linear) -> bool:
 def _worthwhile(x: Node, layers: list[Linear]) -> Iterator[LinearGroup]:
     """Yield a group if the op was measured to be faster than cuBLAS for weights of this size."""
     weights = [known_tensor(layer.weight) for layer in layers]
-    dynamic = any(constant(n) is None for n in known_tensor(x).shape)
-    parts = choose_parts([w.shape[0] for w in weights], weights[0].shape[1])
-    group = LinearGroup(x, tuple(layers), parts)
-    if sum(bytes_of(w) or 0 for w in weights) < LEAST_BYTES or (dynamic and group.writes_sums()):
-        return  # many rows of partial sums would cost more than the weights
-    yield group
+    if sum(bytes_of(w) or 0 for w in weights) >= LEAST_BYTES:
+        yield LinearGroup(x, tuple(layers), choose_parts([w.shape[0] for w in weights], weights[0].shape[1]))
 
 
 def apply_linear_group(group: LinearGroup) -> None:

@@ -6,6 +6,30 @@ from claims.claim import Claim, compiling, geomean, largest, least, one, slower,
 
 CLAIMS = [
     Claim(
+        "decode loop of 8 sequences",
+        "decode_loop_batch8",
+        1,
+        largest(lambda r: r["token_ms"]["loop"] / r["floor_ms"]),
+        "6.01 ms, 1.22 times the floor",
+        at_most=1.225,
+    ),
+    Claim(
+        "linear layers of few rows, worst row",
+        "skinny_linear",
+        66,
+        largest(lambda r: r["us"]["tatten"] / r["us"]["cublas"]),
+        "at most 0.99 of the time of cuBLAS",
+        at_most=0.995,
+    ),
+    Claim(
+        "linear layers of few rows",
+        "skinny_linear",
+        66,
+        geomean(lambda r: r["us"]["tatten"] / r["us"]["cublas"]),
+        "0.77 in geometric mean",
+        at_most=0.77,
+    ),
+    Claim(
         "model step against Inductor",
         "static_cache",
         4,

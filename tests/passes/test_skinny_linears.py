@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,9 @@ from graphs import as_on_cuda, capture, listing
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.nn.utils import parametrize
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
+from tatten.integrations.transformers import cache_kwargs
 from tatten.ops.cuda import skinny_linear as on_cuda
 from tatten.passes import rewrite, skinny_linears
 from tatten.passes.findings import Declined, Rewritten
@@ -211,13 +214,9 @@ def test_other_devices_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_skinny_linears(as_on_cuda(gm).graph) == []
 
 
-def test_a_dynamic_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The op calls cuBLAS for many rows. Sums of parts and biases in float32 would cost more, so these are left."""
+def test_a_dynamic_number_of_rows_is_left() -> None:
     named = inputs()
     torch._dynamo.mark_dynamic(named["x"], 0)
-    assert names(search(projections, named)[1]) == [["a", "b", "c"]]
-    assert search(with_bias, named)[1] == []
-    monkeypatch.setattr(skinny_linears, "choose_parts", lambda *_: 2)
     assert search(projections, named)[1] == []
 
 
@@ -264,6 +263,38 @@ getitem_3 = getitem(skinny_linear_default_1, 0)
 squeeze_2 = squeeze(getitem_3, 0)
 return (squeeze_2)""",
         )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_model(bias: bool) -> None:
+    """Seven layers of a decoder layer take four launches, and the head one; the graph still gives the logits."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=100,
+        attention_bias=bias,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval().to(bf16)
+    cache = StaticCache(config, max_cache_len=128)
+    notes, logits = [], {}
+
+    def backend(gm: GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
+        notes.append(rewrite(as_on_cuda(gm), linears=True).note)
+        gm.graph.lint()
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        model(torch.arange(3 * 20).view(3, 20), **cache_kwargs(cache), use_cache=True)
+        for name, step in (("rewritten", torch.compile(model, backend=backend, fullgraph=True)), ("eager", model)):
+            used = copy.deepcopy(cache)
+            logits[name] = step(torch.tensor([[5], [6], [7]]), **cache_kwargs(used), use_cache=True).logits
+    assert notes == ["15 linear layers take 9 launches"]
+    torch.testing.assert_close(logits["rewritten"], logits["eager"], rtol=0.05, atol=0.02)
 
 
 def test_without_the_option() -> None:

@@ -5,7 +5,7 @@
 
 The variants are those of tests/ops/cuda/test_compiles.py and test_ragged_compiles.py, latent attention with each kind
 of keys, picked keys, shared pages, `top_picks`, `project_heads` in blocks of each size, `index_scores` with each kind
-of mask, and `slide_`.
+of mask, `skinny_linear`, and `slide_`.
 """
 
 from __future__ import annotations
@@ -210,6 +210,12 @@ def project(rows: int, columns: int, rank: int) -> None:
     torch.ops.tatten.project_heads(sums, weight.bfloat16())
 
 
+def multiply(rows: int, in_features: int, outs: tuple[int, ...], parts: int) -> None:
+    x, *weights = (torch.randn(n, in_features, device="cuda").bfloat16() for n in (rows, *outs))
+    for got, weight in zip(torch.ops.tatten.skinny_linear(x, weights, parts, torch.float32), weights, strict=True):
+        torch.testing.assert_close(got.sum(0), x.float() @ weight.float().T, rtol=1e-2, atol=1e-2)
+
+
 def slide(slots: int, dim: int) -> None:
     cache, new = (torch.randn(2, 3, n, dim, device="cuda").bfloat16() for n in (slots, 1))
     want = torch.cat((cache[:, :, 1:], new), 2)
@@ -250,6 +256,8 @@ def main() -> None:
         variants += [(index_scores, (*kind, *dtypes), {}) for kind in kinds]
     variants += [(share, shape, {}) for shape in ((3, 16, 8), (40, 1, 2), (5, 128, 32))]
     variants += [(select, shape, {}) for shape in ((3, 5000, 77), (2, 300_000, 2048))]
+    multiplied = (3, 333, (70,), 2), (20, 512, (64, 9), 1), (64, 1000, (130, 64, 64), 1)
+    variants += [(multiply, shape, {}) for shape in multiplied]
     variants += [(slide, shape, {}) for shape in ((KV_LEN, 80), (2000, 128))]
     variants += [(write_tokens, shape, {}) for shape in ((7, 3, 80), (33, 8, 128))]
     variants = variants[first::step]

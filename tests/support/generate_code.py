@@ -195,6 +195,12 @@ def selection(scores):
     return ops.top_picks.default(scores * 2, 2048)
 
 
+def linears(x, *weights):
+    a, b, c = ops.skinny_linear.default(x * 2, weights)
+    (d,) = ops.skinny_linear.default(a.squeeze(0), weights[:1], 2, torch.float32)
+    return d.sum(0).to(bf16), b, c
+
+
 def find_rows(n, index):
     return ops.row_groups.default(index, n, 1)
 
@@ -298,6 +304,7 @@ cases = {
         index_scores,
         [((2, 1, 64, 128), bf16), ((2, 8192, 128), bf16), ((2, 1, 64), torch.float32), ((2, 1, 8192), torch.bool)],
     ),
+    "linears": (linears, [((8, 1, 4096), bf16), *[((n, 4096), bf16) for n in (4096, 1024, 1024)]]),
     "symbolic rows": (find_rows, ["n", ((7,), torch.int32)]),
     "symbolic lengths": (plain, [Q, *[((2, 8, "s", 128), bf16)] * 2]),
     "plain": (plain, [Q, KV, KV]),

@@ -63,6 +63,7 @@ LOWERED = (
     "project",
     "index scores",
     "selection",
+    "linears",
 )
 RUNS: list[tuple[str, bool, dict[str, bool]]] = [
     *((case, True, {}) for case in LOWERED),
@@ -207,6 +208,7 @@ def test_a_package_does_without_gluon(case: str, kernel: str) -> None:
         ("project", {"project_heads"}),
         ("index scores", {"index_scores"}),
         ("selection", {"count_scores", "write_picks"}),
+        ("linears", {"skinny_linear"}),
     ],
 )
 def test_other_ops(case: str, kernels: set[str]) -> None:
