@@ -44,10 +44,12 @@ def find_picks(call: SdpaCall, drafts: Drafts) -> Picks | Decline | None:
         The picks, the reason why the mask of a selection has to be read as it is, or None if nothing is selected.
     """
     mask, key, query = tensor_of(call.attn_mask), known_tensor(call.key), known_tensor(call.query)
-    sources = set[Node]() if mask is None else _computed_from(call.attn_mask)
-    if mask is None or not any(op_name(x) in SCATTERS for x in sources):
+    if mask is None:
         return None
-    by_top_k = any(op_name(x) in TOP_K for x in sources)
+    sources = {op_name(x) for x in _computed_from(call.attn_mask)}
+    if sources.isdisjoint(SCATTERS):
+        return None
+    by_top_k = not sources.isdisjoint(TOP_K)
     kv_length, marked = key.shape[LENGTH], None
     if mask.dim() == 4 and known_equal(mask.shape[-1], kv_length):
         marked = find_marked(call.attn_mask, call.node, drafts)
