@@ -15,7 +15,8 @@ steps. `first_call_s` is the first call with nothing on disk that was compiled b
 code was generated and compiled; kernels are tuned in the rest of it. `loop_*` after `loop` find its kernels on disk. A
 candidate whose first call takes longer than `--first-call-limit` is left out. `gpt_fast` is the loop of gpt-fast, which
 is left out without the folder `--gpt-fast`; it samples, in CUDA graphs of Inductor, and has the same weights. The floor
-is each weight and each used key and value once, at the rate of a plain read.
+is each weight and each used key and value once, at the rate of a plain read. `loop_cublas` is `loop` without
+`tatten::skinny_linear`, which computes linear layers of several rows.
 
 `--section start` measures the seconds until a new process has the first two tokens of one sequence, prefill and
 compiling included: of a first process, and of a second one that finds on disk what the first has compiled.
@@ -59,6 +60,7 @@ CANDIDATES = (
     "loop_assisted",
     "loop_untuned",
     "loop_autotuned",
+    "loop_cublas",
     "loop_inductor",
     "gpt_fast",
 )
@@ -100,6 +102,9 @@ def candidate(
             fixed["compile_config"] = CompileConfig(backend="inductor", mode=None, options=decode_options(device))
         if name in ("loop_untuned", "loop_autotuned"):
             options = {"decode": False} if name == "loop_untuned" else {"max_autotune": True}
+            fixed["compile_config"] = CompileConfig(backend="tatten", mode=None, options=options)
+        if name == "loop_cublas":
+            options = {"decode": False, **decode_options(device)}
             fixed["compile_config"] = CompileConfig(backend="tatten", mode=None, options=options)
         if name == "loop_sampled":
             fixed |= WARPS

@@ -12,13 +12,12 @@ from tatten.ops.sizes import ceil_div
 from tatten.ops.validation import check_no_grad
 
 DTYPES = torch.bfloat16, torch.float16
-BLOCK_OUT, BLOCK_IN = 64, 128  # the weights that a program multiplies at a time
+BLOCK_OUT, BLOCK_IN = 64, 128  # the kernel's tile of a weight; parts begin at multiples of `BLOCK_IN`
 MOST_WEIGHTS = 3  # query, key and value
-MOST_ROWS = 64  # of the kernel: cuBLAS was not slower with more
+MOST_ROWS = 64  # the most that were measured
 
-# The programs that a launch has at least, and the most input features of a program. Of 1, 2 and 4 parts, this choice
-# was the fastest or within 8% of it (22 groups of layers of six models, 8 to 64 rows, H100,
-# `benchmarks/skinny_linear.py --parts 1 2 4`).
+# The programs that a launch has at least, and the most input features of a program. `benchmarks/skinny_linear.py`
+# measures other numbers of parts beside the chosen one.
 LEAST_PROGRAMS, MOST_FEATURES = 64, 8192
 
 
@@ -27,9 +26,9 @@ def skinny_linear(
 ) -> list[Tensor]:
     """Compute `x @ weight.T` for each weight, in partial sums over `parts` shares of the input features.
 
-    A weight has far more bytes than the few rows of `x`, so the time is that of reading it. Weights that read one `x`
-    share a launch, and parts give programs to more of the GPU. The sum over parts is left to the caller, whose compiler
-    fuses it into the next op.
+    A weight has far more bytes than the few rows of `x`, so a read of the weight bounds the time. Weights that are
+    multiplied with one `x` share a launch, and parts give programs to more of the GPU. The sum over parts is left to
+    the caller, whose compiler fuses it into the next op.
 
     Args:
         x: `[..., in_features]`, bfloat16 or float16, any strides.
@@ -57,7 +56,7 @@ def skinny_linear(
 
 
 def part_bounds(in_features: int, parts: int) -> list[int]:
-    """Return where each part begins, in blocks of `BLOCK_IN` features, and where the last one ends."""
+    """Return where parts begin, in blocks of `BLOCK_IN` features, and where the last one ends, as in the kernel."""
     blocks = ceil_div(in_features, BLOCK_IN)
     return [part * blocks // parts for part in range(parts + 1)]
 

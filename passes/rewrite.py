@@ -56,9 +56,10 @@ def rewrite(
         fuses: whether the graph's compiler is Inductor, which fuses attention that is written out and looks into ops.
         batch_invariant: whether each call becomes an op with `batch_invariant=True` if an op can compute it so, even
             if that doesn't pay.
+        linears: whether linear layers of few rows become `tatten::skinny_linear`, if the graph calls an op of tatten.
 
     Returns:
-        The findings for the calls, the time that the passes took, and a note on caches that are moved in place.
+        The findings for the calls, the time that the passes took, and a note on all other changes.
     """
     start = time.perf_counter()
     failed: dict[str, Declined] = {}
@@ -86,7 +87,7 @@ def _run_passes(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> tu
     """Run the passes in order. Calls in `failed`, by name, are left as they are.
 
     Returns:
-        The findings, and a note on caches that are moved in place and on selections; empty if there are none.
+        The findings, and a note on caches, selections and linear layers that were changed; empty if none were.
     """
     errors = list[Declined]()
     attention = find_attention(gm.graph, errors)
@@ -109,7 +110,7 @@ def _run_passes(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> tu
 
 
 def _find_linears(gm: GraphModule, run: Run) -> list[LinearGroup]:
-    """Find linear layers of few rows in a decode step: a graph in which attention became an op of tatten."""
+    """Find linear layers of few rows in a decode step: a graph that calls an op of tatten, maybe thanks to a pass."""
     if not (run.linears and calls_ops(gm)):
         return []
     return find_skinny_linears(gm.graph, run.movers)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tatten.inner_compiler import Compiled, inner_compiler, reset_inner
+from tatten.ops.inductor.options import option
 from tatten.options import decode_options, split_options
 from tatten.passes import rewrite
 from tatten.passes.calls import calls_ops
@@ -40,7 +41,7 @@ def tatten(
         tatten_options.max_q_len,
         fuses=tatten_options.inner == "inductor",
         batch_invariant=tatten_options.batch_invariant,
-        linears=tatten_options.decode,
+        linears=tatten_options.decode and not option("max_autotune", inner_options),  # the user's choice of kernels
     )
     needs_ops = calls_ops(gm)  # before compilation, which may change the graph
     if tatten_options.decode and needs_ops:

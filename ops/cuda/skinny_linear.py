@@ -13,16 +13,18 @@ from tatten.ops.cuda.gpu import has_early_launches, has_large_shared_memory, has
 from tatten.ops.cuda.launcher import Launch, by_layout, on_device_of
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.skinny_linear import BLOCK_IN, BLOCK_OUT, MOST_ROWS, MOST_WEIGHTS, check_skinny_linear
+from tatten.ops.validation import check_no_grad
 
 
 def skinny_linear(
     x: Tensor, weights: Sequence[Tensor], parts: int = 1, out_dtype: torch.dtype | None = None
 ) -> list[Tensor]:
+    check_no_grad("skinny_linear", x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
     return on_device_of(x, plan_skinny_linear(x, weights, parts, out_dtype), x, weights)
 
 
 def pays_on(device: torch.device) -> bool:
-    """Return True for GPUs on which the kernel was measured to be faster than cuBLAS: those of Hopper."""
+    """Return True for GPUs of Hopper. The kernel was measured to be faster than cuBLAS on an H100."""
     return device.type == "cuda" and has_wgmma(device)
 
 
@@ -51,8 +53,6 @@ def plan_skinny_linear(x: Tensor, weights: Sequence[Tensor], parts: int, out_dty
     writes = tuple([Dense.of((parts, *x.shape[:-1], n), out_dtype) for n in outs])
     if 0 in (rows, sum(outs)):
         return lambda x, weights: [x.new_zeros(layout.shape, dtype=out_dtype) for layout in writes]
-    if rows > MOST_ROWS and parts == 1 and out_dtype == x.dtype:
-        return lambda x, weights: [(x @ weight.T).unsqueeze(0) for weight in weights]
 
     from tatten.ops.cuda.combine import INTERPRETED
     from tatten.ops.cuda.kernels.skinny_linear import _skinny_linear_kernel
@@ -60,7 +60,7 @@ def plan_skinny_linear(x: Tensor, weights: Sequence[Tensor], parts: int, out_dty
     block_rows = min(MOST_ROWS, max(16, power_of_2(rows)))
     programs = sum(ceil_div(n, BLOCK_OUT) for n in outs) * parts
     pdl = not INTERPRETED and has_early_launches(x.device)
-    # 80 to 160 KiB. Of 3 to 6 stages, 5 were fastest on an H100 with 8 and with 64 rows.
+    # 100 KiB of shared memory for up to 16 rows, and 160 for 64.
     stages = 5 if has_large_shared_memory(x.device) else 2
     sizes = [*outs, *[0] * (MOST_WEIGHTS - len(outs))]
     launch = Launch(

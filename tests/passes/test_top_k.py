@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import as_on_cuda, capture
+from graphs import capture
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_map_only
 
 from tatten.passes import rewrite
 
@@ -31,6 +33,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, picks: Tensor, base: Tensor) -> Tens
 
 def as_models_do(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, base: Tensor) -> Tensor:
     return attend(q, k, v, scores.topk(K, dim=-1).indices.to(torch.int32), base)
+
+
+def as_on_cuda(gm: GraphModule) -> GraphModule:
+    """Move the example values of a graph to a GPU: a machine without one can't run all of its ops on fake tensors."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for node in gm.graph.nodes:
+            if "example_value" in node.meta:
+                node.meta["example_value"] = tree_map_only(
+                    Tensor,
+                    lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda"),
+                    node.meta["example_value"],
+                )
+    return gm
 
 
 def rewritten(fn: Callable[..., Any], on_cuda: bool = True) -> tuple[GraphModule, str]:

@@ -6,10 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_map_only
 
 from tatten.passes import rewrite
 
@@ -27,20 +24,6 @@ def capture(fn: Callable[..., Any], *args: Any, grad: bool = False, **compile_kw
         torch.compile(fn, backend=backend, fullgraph=True, **compile_kwargs)(*args)
     assert len(graphs) == 1
     return graphs[0]
-
-
-def as_on_cuda(gm: GraphModule) -> GraphModule:
-    """Move the example values of a graph to a GPU: a machine without one can't run all of its ops on fake tensors."""
-
-    def moved(x: Tensor) -> Tensor:
-        with getattr(x, "fake_mode", None) or FakeTensorMode(allow_non_fake_inputs=True):
-            copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
-        return copy.requires_grad_(x.requires_grad)
-
-    for node in gm.graph.nodes:
-        if "example_value" in node.meta:
-            node.meta["example_value"] = tree_map_only(Tensor, moved, node.meta["example_value"])
-    return gm
 
 
 def run_rewritten(fn: Callable[..., Any], *args: Any, **compile_kwargs: Any) -> tuple[Any, GraphModule, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import pytest
 import torch
@@ -245,6 +246,27 @@ def test_option_decode_computes_the_same_on_a_cpu() -> None:
     fn = torch.compile(step, backend="tatten", options={"decode": True})
     args = inputs()
     torch.testing.assert_close(fn(*args), step(*args))
+
+
+@pytest.mark.parametrize(
+    "options, linears",
+    [({}, False), ({"decode": True}, True), ({"decode": True, "max_autotune": True}, False)],
+    ids=str,
+)
+def test_option_decode_replaces_linear_layers(
+    options: dict[str, object], linears: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`max_autotune` chooses their kernels instead."""
+    asked: list[bool] = []
+    original = backend.rewrite
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        asked.append(kwargs["linears"])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(backend, "rewrite", spy)
+    torch.compile(lambda x: x + 1, backend="tatten", options=options)(torch.ones(3))
+    assert asked == [linears]
 
 
 def test_option_decode_sets_inductors_options_for_graphs_with_attention(monkeypatch: pytest.MonkeyPatch) -> None:

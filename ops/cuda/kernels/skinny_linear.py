@@ -40,7 +40,7 @@ def _skinny_linear_kernel(
     weight, product, n_out = weight_0, product_0, tl.full([], OUT_0, tl.int32)
     end_0: tl.constexpr = (OUT_0 + BLOCK_OUT - 1) // BLOCK_OUT
     end_1: tl.constexpr = end_0 + (OUT_1 + BLOCK_OUT - 1) // BLOCK_OUT
-    first = block * 0
+    first = block * 0  # 0 as a tensor, which both branches below can replace
     if weight_1 is not None:  # noqa: SIM102 (known when this is compiled)
         if block >= end_0:
             weight, product, n_out = weight_1, product_1, tl.full([], OUT_1, tl.int32)
