@@ -18,6 +18,7 @@ from tatten.ops.cuda.gpu import has_early_launches, has_float8, has_large_shared
 from tatten.ops.cuda.launcher import Launch, by_layout, on_device_of
 from tatten.ops.index_scores_validation import check_index_scores
 from tatten.ops.sizes import ceil_div, power_of_2
+from tatten.ops.validation import check_no_grad
 
 Scores = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
@@ -47,6 +48,8 @@ def index_scores(
     attn_mask: Tensor | None = None,
     key_scale: Tensor | None = None,
 ) -> Tensor:
+    # A plan may stem from tensors without gradients.
+    check_no_grad("index_scores", query=query, key=key, weights=weights, attn_mask=attn_mask, key_scale=key_scale)
     tensors = query, key, weights, attn_mask, key_scale
     return on_device_of(query, plan_index_scores(*tensors, scale), *tensors)
 

@@ -18,6 +18,7 @@ from tatten.ops.cuda.gpu import has_early_launches, has_large_shared_memory, mul
 from tatten.ops.cuda.launcher import Launch, by_layout, on_device_of
 from tatten.ops.project_heads import check_project_heads
 from tatten.ops.sizes import ceil_div, power_of_2
+from tatten.ops.validation import check_no_grad
 
 LINE = 64  # 16-bit numbers in a cache line
 
@@ -36,6 +37,7 @@ FEW_SHORT, MANY_SHORT = Blocks(32, 64, 64, 4), Blocks(64, 128, 128, 4)  # for su
 
 
 def project_heads(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    check_no_grad("project_heads", x=x, weight=weight)  # a plan may stem from tensors without gradients
     return on_device_of(x, plan_project_heads(x, weight, out_dtype), x, weight)
 
 

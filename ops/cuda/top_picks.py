@@ -13,6 +13,7 @@ from tatten.ops.cuda.gpu import has_early_launches
 from tatten.ops.cuda.launcher import Launch, by_layout, on_device_of
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.top_picks import check_top_picks
+from tatten.ops.validation import check_no_grad
 
 LEAST_BLOCK, MOST_BLOCK = 256, 4096  # scores that a program has at a time
 MOST_CHUNKS = 64  # chunks of a row: each program adds up the counts of all of them
@@ -20,6 +21,7 @@ PROGRAMS = 128  # about the programs of a launch: one for each SM, as more of th
 
 
 def top_picks(scores: Tensor, k: int) -> Tensor:
+    check_no_grad("top_picks", scores=scores)  # a plan may stem from tensors without gradients
     return on_device_of(scores, plan_top_picks(scores, k), scores)
 
 

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 from tatten.ops.cuda.skinny_linear import plan_skinny_linear
-from tatten.ops.cuda.skinny_linear import skinny_linear as on_cuda
 from tatten.ops.skinny_linear import BLOCK_IN, choose_parts, part_bounds
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
@@ -192,17 +191,6 @@ def test_bad_input(x: Tensor, weights: list[Tensor], options: Any, error: type[E
         plan_skinny_linear(x, weights, options.get("parts", 1), options.get("out_dtype"))
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(error, match=says):
         op(x, weights, **options)
-
-
-@interpreted
-def test_gradients_are_refused_whatever_ran_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tatten.ops.cuda.skinny_linear.on_device_of", lambda x, run, *args: run(*args))
-    x, weights = inputs(((2,), 16, (4,), 1))
-    on_cuda(x, weights)
-    with pytest.raises(NotImplementedError, match=r"`weights\[0\]` must not require grad"):
-        on_cuda(x, [weights[0].requires_grad_()])
-    with torch.no_grad():
-        on_cuda(x, weights)
 
 
 def test_two_devices() -> None:
