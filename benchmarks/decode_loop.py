@@ -98,14 +98,15 @@ def candidate(
     else:
         loop = shared if name in ("loop", "loop_sampled", "loop_streamed", *DRAFTING) else DecodeLoop()
         fixed |= {"custom_generate": loop, "cache_implementation": "static", "max_cache_len": capacity}
-        if name == "loop_inductor":
-            fixed["compile_config"] = CompileConfig(backend="inductor", mode=None, options=decode_options(device))
-        if name in ("loop_untuned", "loop_autotuned"):
-            options = {"decode": False} if name == "loop_untuned" else {"max_autotune": True}
-            fixed["compile_config"] = CompileConfig(backend="tatten", mode=None, options=options)
-        if name == "loop_cublas":
-            options = {"decode": False, **decode_options(device)}
-            fixed["compile_config"] = CompileConfig(backend="tatten", mode=None, options=options)
+        compiling: dict[str, tuple[str, dict[str, Any]]] = {
+            "loop_untuned": ("tatten", {"decode": False}),
+            "loop_autotuned": ("tatten", {"max_autotune": True}),
+            "loop_cublas": ("tatten", {"decode": False, **decode_options(device)}),
+            "loop_inductor": ("inductor", decode_options(device)),
+        }
+        if name in compiling:
+            backend, options = compiling[name]
+            fixed["compile_config"] = CompileConfig(backend=backend, mode=None, options=options)
         if name == "loop_sampled":
             fixed |= WARPS
         if name == "loop_lookup":

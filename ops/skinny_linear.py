@@ -72,7 +72,7 @@ def check_skinny_linear(x: Tensor, weights: Sequence[Tensor], parts: int, out_dt
     """Return the dtype of the result; raise unless `skinny_linear` supports the arguments."""
     if not 1 <= len(weights) <= MOST_WEIGHTS:
         raise ValueError(f"`weights` must have one to {MOST_WEIGHTS} tensors, got {len(weights)}")
-    check_no_grad("skinny_linear", x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
+    check_linear_no_grad(x, weights)
     if x.dtype not in DTYPES:
         raise TypeError(f"`x` must be bfloat16 or float16, got {x.dtype}")
     if x.dim() == 0:
@@ -90,6 +90,11 @@ def check_skinny_linear(x: Tensor, weights: Sequence[Tensor], parts: int, out_dt
     if out_dtype not in (None, torch.float32, x.dtype):
         raise TypeError(f"`out_dtype` must be float32 or the dtype of `x`, {x.dtype}, got {out_dtype}")
     return out_dtype or x.dtype
+
+
+def check_linear_no_grad(x: Tensor, weights: Sequence[Tensor]) -> None:
+    """Apply `check_no_grad` to the operands of `skinny_linear`."""
+    check_no_grad("skinny_linear", x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
 
 
 def fake_skinny_linear(

@@ -12,14 +12,20 @@ from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.gpu import has_early_launches, has_large_shared_memory, has_wgmma
 from tatten.ops.cuda.launcher import Launch, by_layout, on_device_of
 from tatten.ops.sizes import ceil_div, power_of_2
-from tatten.ops.skinny_linear import BLOCK_IN, BLOCK_OUT, MOST_ROWS, MOST_WEIGHTS, check_skinny_linear
-from tatten.ops.validation import check_no_grad
+from tatten.ops.skinny_linear import (
+    BLOCK_IN,
+    BLOCK_OUT,
+    MOST_ROWS,
+    MOST_WEIGHTS,
+    check_linear_no_grad,
+    check_skinny_linear,
+)
 
 
 def skinny_linear(
     x: Tensor, weights: Sequence[Tensor], parts: int = 1, out_dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    check_no_grad("skinny_linear", x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
+    check_linear_no_grad(x, weights)  # a plan may stem from tensors without gradients
     return on_device_of(x, plan_skinny_linear(x, weights, parts, out_dtype), x, weights)
 
 

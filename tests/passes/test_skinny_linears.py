@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from graphs import capture, listing
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
@@ -28,8 +28,6 @@ from tatten.passes.skinny_linears import LinearGroup, apply_linear_group, find_s
 bf16 = torch.bfloat16
 B, HEADS, DIM, SLOTS, WIDTH, INNER = 3, 2, 16, 64, 32, 48
 OP = torch.ops.tatten.skinny_linear.default
-
-
 LEAST_BYTES, PAYS_ON = skinny_linears.LEAST_BYTES, skinny_linears.pays_on
 
 
@@ -55,9 +53,21 @@ def search(fn: Callable[..., Any], named: dict[str, Tensor], **options: Any) -> 
     return gm, find_skinny_linears(gm.graph, movers(gm.graph))
 
 
+def name_of(placeholder: Node) -> str:
+    """The name of an input, which Dynamo writes `l_x_`."""
+    return placeholder.name.strip("_").removeprefix("l_").strip("_")
+
+
+def run(gm: GraphModule, named: dict[str, Tensor]) -> Any:
+    """Run an edited graph on copies of the inputs, which it takes in an order of its own."""
+    gm.graph.lint()
+    gm.recompile()
+    return gm(*(named[name_of(x)].clone() for x in gm.graph.find_nodes(op="placeholder")))
+
+
 def names(groups: list[LinearGroup]) -> list[list[str]]:
     """The weights of each group."""
-    return [[layer.weight.name.strip("_").removeprefix("l_").strip("_") for layer in x.layers] for x in groups]
+    return [[name_of(layer.weight) for layer in x.layers] for x in groups]
 
 
 def check_same(fn: Callable[..., Any], named: dict[str, Tensor]) -> None:
@@ -65,10 +75,7 @@ def check_same(fn: Callable[..., Any], named: dict[str, Tensor]) -> None:
     gm, groups = search(fn, named)
     for group in groups:
         apply_linear_group(group)
-    gm.graph.lint()
-    gm.recompile()
-    order = [x.name.strip("_").removeprefix("l_").strip("_") for x in gm.graph.find_nodes(op="placeholder")]
-    got, want = gm(*(named[name].clone() for name in order)), fn(*(x.clone() for x in named.values()))
+    got, want = run(gm, named), fn(*(x.clone() for x in named.values()))
     for a, b in zip(got, want if isinstance(want, tuple) else (want,), strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7)
         assert a.stride() == b.stride()
@@ -280,9 +287,7 @@ def test_a_bias_is_added_in_float32() -> None:
     named = inputs()
     gm, (group,) = search(with_bias, named)
     apply_linear_group(group)
-    gm.recompile()
-    order = [x.name.strip("_").removeprefix("l_").strip("_") for x in gm.graph.find_nodes(op="placeholder")]
-    got = gm(*(named[name] for name in order))[0].double()
+    got = run(gm, named)[0].double()
     x, weight, bias = (named[name].double() for name in ("x", "b", "bias"))
     want = x @ weight.T + bias
     within = want.abs() * torch.finfo(bf16).eps / 2 + (x.abs() @ weight.abs().T + bias.abs()) * 2**-20
