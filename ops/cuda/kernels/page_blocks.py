@@ -37,11 +37,13 @@ def share_of_program(ends, unit, room, programs, blocks, kv_heads, SHARED: gl.co
     program = gl.program_id(0).to(gl.int64)
     begin = gl.minimum(total * program // active, total).to(gl.int32)
     end = gl.minimum(total * (program + 1) // active, total).to(gl.int32)
-    block = _block_at(ends, unit, room, begin)
-    block_end = gl.load(ends + block).to(gl.int32) * unit
-    if not SHARED:
+    if SHARED:
+        block, block_end = _block_at(ends, unit, room, begin)
+    else:
         cuts = gl.load(blocks + _CUTS_COLUMN)
-        if cuts != 0:
+        if cuts == 0:
+            block, block_end = _block_at(ends, unit, room, begin)
+        else:
             end, _, _ = _cut(blocks, ends, room, end, kv_heads, cuts)
             begin, block, block_end = _cut(blocks, ends, room, begin, kv_heads, cuts)
             if begin == block_end:
@@ -54,10 +56,9 @@ def share_of_program(ends, unit, room, programs, blocks, kv_heads, SHARED: gl.co
 def _cut(blocks, ends, room, place, kv_heads, cuts):
     """Return the cut near a place, counted in tiles, the block that it is in or at the end of, and that block's end."""
     margin = cuts // 2
-    block = _block_at(ends, 1, room, gl.maximum(place - 1, 0))
+    block, block_end = _block_at(ends, 1, room, gl.maximum(place - 1, 0))
     n_tiles = gl.load(blocks + block * _COLUMNS + 6)
     size = n_tiles + 2 * margin
-    block_end = gl.load(ends + block).to(gl.int32)
     in_block = place - (block_end - size * kv_heads)
     block_end -= 2 * margin * kv_heads * (block + 1)
     in_block += gl.where(cuts % 2 == 1, size // 2, 0)
@@ -69,14 +70,15 @@ def _cut(blocks, ends, room, place, kv_heads, cuts):
 
 @gluon.jit
 def _block_at(ends, unit, room, place):
-    """Return the block that a place of the tile space belongs to, or the last one."""
+    """Return the block that a place of the tile space belongs to, or the last one, and its end."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     block = 0
     for i in range(0, room, 1024):
         at = i + gl.arange(0, 1024, layout=layout)
         block_ends = gl.load(ends + at, mask=at < room, other=0).to(gl.int32) * unit
         block += gl.sum(((block_ends <= place) & (at < room)).to(gl.int32), axis=0)
-    return gl.minimum(block, room - 1)
+    block = gl.minimum(block, room - 1)
+    return block, gl.load(ends + block).to(gl.int32) * unit
 
 
 @gluon.jit

@@ -212,7 +212,7 @@ def list_blocks(
 
 @triton.jit
 def _largest_part(blocks, ends, room, active, total, kv_heads, margin, BLOCK: tl.constexpr):
-    """Return the most tiles of a program if all programs take whole work tiles."""
+    """Return the most tiles and margins of a program if all programs take whole work tiles."""
     largest = tl.zeros([], tl.int64)
     for i in range(0, active, BLOCK):
         program = i + tl.arange(0, BLOCK).to(tl.int64)
