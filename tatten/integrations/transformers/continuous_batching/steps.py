@@ -15,8 +15,8 @@ from tatten.integrations.transformers.continuous_batching.tables import STATE, L
 from tatten.ops.shared_pages import SharedPages, shared_pages
 from tatten.ops.sizes import ceil_div
 
-# "cuda" awaits test_forks_beside_a_chunk: with CUDA graphs it passed in one run and failed in another, which shared the
-# GPU with two more processes and ended before it gave the reason.
+# "cuda" awaits test_forks_beside_a_chunk on a busy GPU. It failed there with CUDA graphs, before `PagedCache` waited
+# for the reset of transformers' inputs.
 SHARED_BESIDE_CHUNKS = frozenset({"cpu"})
 
 
