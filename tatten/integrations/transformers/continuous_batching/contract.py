@@ -47,6 +47,7 @@ TESTED = {
     "model_runner:ModelRunner._forward_process_and_sample": "0080d61f3448",
     "model_runner:ModelRunner.run_one_warmup": "a117e7a3511f",
     "scheduler:Scheduler._process_candidates": "0efc070a5e2d",
+    "continuous_api:ContinuousBatchProcessor.reset": "7a80013ecb45",
     "continuous_api:ContinuousBatchProcessor.prepare_next_batch": "f1998341bfcb",
     "continuous_api:ContinuousBatchProcessor.update_batch": "2194c08f01cf",
     "continuous_api:ContinuousBatchingManager.switch_to_cb_friendly_attn": "59897966734f",
