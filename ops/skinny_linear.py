@@ -16,9 +16,10 @@ BLOCK_OUT, BLOCK_IN = 64, 128  # the kernel's tile of a weight; parts begin at m
 MOST_WEIGHTS = 3  # query, key and value
 MOST_ROWS = 64  # the most that were measured
 
-# The programs that a launch has at least, and the most input features of a program. `benchmarks/skinny_linear.py`
-# measures other numbers of parts beside the chosen one.
-LEAST_PROGRAMS, MOST_FEATURES = 64, 8192
+# A launch has one program for each SM of an H100 where parts can fill it. `benchmarks/skinny_linear.py` measures other
+# numbers of parts beside the chosen one.
+SMS, MOST_PARTS = 132, 4
+MOST_FEATURES = 8192  # of a program
 
 
 def skinny_linear(
@@ -64,7 +65,7 @@ def part_bounds(in_features: int, parts: int) -> list[int]:
 def choose_parts(out_features: Sequence[int], in_features: int) -> int:
     """Return the number of parts for weights of these sizes; it depends on no number of rows."""
     programs = sum(ceil_div(n, BLOCK_OUT) for n in out_features)
-    parts = max(ceil_div(LEAST_PROGRAMS, programs), ceil_div(in_features, MOST_FEATURES))
+    parts = max(min(MOST_PARTS, SMS // max(1, programs)), ceil_div(in_features, MOST_FEATURES))
     return max(1, min(parts, ceil_div(in_features, BLOCK_IN)))
 
 

@@ -1,11 +1,13 @@
 """Find linear layers of few rows, and let those that read one input share a launch.
 
 For 2 to 64 rows, Inductor calls cuBLAS for each layer. `tatten::skinny_linear` takes up to three weights at once. One
-row is left to Inductor, which fuses its products with the ops around them if `coordinate_descent_tuning` is set.
+row is left to Inductor, which fuses its products with the ops around them if `coordinate_descent_tuning` is set. With a
+dynamic number of rows, the op calls cuBLAS for more than 64.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +22,21 @@ from tatten.ops.skinny_linear import DTYPES, MOST_ROWS, MOST_WEIGHTS, choose_par
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import mover_of, written_between
 from tatten.passes.replace import Inserter
-from tatten.passes.symbolic import FakeTensor, bytes_of, constant, known_equal, known_shape, known_tensor, tensor_of
+from tatten.passes.symbolic import (
+    FakeTensor,
+    bytes_of,
+    constant,
+    hint,
+    known_equal,
+    known_shape,
+    known_tensor,
+    tensor_of,
+)
 
 OP = torch.ops.tatten.skinny_linear.default
 ARGUMENTS = "input", "weight", "bias"  # of `linear`
-# The fewest bytes of a group's weights that were measured: 0.64 to 0.79 of the time of cuBLAS. Groups of up to 236 MB
-# took 0.39 to 0.99 (bfloat16 without biases, 6 models, 2, 8 and 64 rows, H100, `benchmarks/skinny_linear.py`).
+# The fewest bytes of a group's weights that were measured: 0.59 to 0.72 of the time of cuBLAS. Groups of up to 1.05 GB
+# took 0.41 to 0.97 (bfloat16, biases in one of 6 models, 2, 8 and 64 rows, H100, `benchmarks/skinny_linear.py`).
 LEAST_BYTES = 1 << 22
 ALIGNED = 8  # features: rows of a weight then begin at multiples of 16 bytes, so that the kernel can load them ahead
 
@@ -67,6 +78,16 @@ class LinearGroup:
         """Return True if the op's results are rounded later, after parts or a bias are added."""
         return self.parts > 1 or any(layer.bias is not None for layer in self.layers)
 
+    def pays(self) -> bool:
+        """Return True if the op is known to be faster than cuBLAS.
+
+        Sums in float32 of a dynamic number of rows are left to cuBLAS: of many rows, they would be larger than the
+        results.
+        """
+        n_bytes = sum(bytes_of(known_tensor(layer.weight)) or 0 for layer in self.layers)
+        known_rows = constant(math.prod(known_tensor(self.layers[0].x).shape[:-1])) is not None
+        return n_bytes >= LEAST_BYTES and (known_rows or not self.writes_sums())
+
 
 def find_skinny_linears(graph: Graph, movers: Sequence[Node] = ()) -> list[LinearGroup]:
     """Find the linear layers of few rows, in groups that one op can compute where the first of them stands.
@@ -81,7 +102,7 @@ def find_skinny_linears(graph: Graph, movers: Sequence[Node] = ()) -> list[Linea
         if layer is not None:
             by_input.setdefault(layer.x, []).append(layer)
     groups = [group for layers in by_input.values() for group in _groups(layers)]
-    return [group for group in groups if _bytes_of_weights(group) >= LEAST_BYTES]
+    return [group for group in groups if group.pays()]
 
 
 def _read(node: Node) -> Linear | None:
@@ -116,11 +137,9 @@ def _takes_weight(weight: Tensor) -> bool:
 
 
 def _few_rows(x: Tensor) -> bool:
-    """Return True for 2 to `MOST_ROWS` rows. A dynamic number was not measured."""
-    rows = 1
-    for size in x.shape[:-1]:
-        rows *= constant(size) or 0
-    return 1 < rows <= MOST_ROWS
+    """Return True for 2 to `MOST_ROWS` rows; a dynamic number counts as it was when the graph was captured."""
+    rows = math.prod(x.shape[:-1])
+    return 1 < (hint(rows) or 0) <= MOST_ROWS
 
 
 def _groups(layers: Sequence[Linear]) -> list[LinearGroup]:
@@ -147,10 +166,6 @@ def _changes(first: Linear, later: Linear) -> bool:
 def _parts_of(layers: Sequence[Linear]) -> int:
     weights = [known_tensor(layer.weight) for layer in layers]
     return choose_parts([w.shape[0] for w in weights], weights[0].shape[1])
-
-
-def _bytes_of_weights(group: LinearGroup) -> int:
-    return sum(bytes_of(known_tensor(layer.weight)) or 0 for layer in group.layers)
 
 
 def apply_linear_group(group: LinearGroup) -> None:

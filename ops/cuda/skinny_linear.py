@@ -1,4 +1,4 @@
-"""`tatten::skinny_linear` on CUDA: one launch for all weights."""
+"""`tatten::skinny_linear` on CUDA: one launch for all weights, and cuBLAS for many rows."""
 
 from __future__ import annotations
 
@@ -51,6 +51,12 @@ class SkinnyLinear:
         return products
 
 
+def by_cublas(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Compute the op in one part, in the dtype of `x`, for many rows: the kernel would read weights several times."""
+    rows = x.reshape(-1, x.shape[-1])
+    return [(rows @ weight.T).view(1, *x.shape[:-1], weight.shape[0]) for weight in weights]
+
+
 @by_layout
 def plan_skinny_linear(x: Tensor, weights: Sequence[Tensor], parts: int, out_dtype: torch.dtype | None) -> Product:
     out_dtype = check_skinny_linear(x, weights, parts, out_dtype)
@@ -59,6 +65,9 @@ def plan_skinny_linear(x: Tensor, weights: Sequence[Tensor], parts: int, out_dty
     writes = tuple([Dense.of((parts, *x.shape[:-1], n), out_dtype) for n in outs])
     if 0 in (rows, sum(outs)):
         return lambda x, weights: [x.new_zeros(layout.shape, dtype=out_dtype) for layout in writes]
+
+    if rows > MOST_ROWS and parts == 1 and out_dtype == x.dtype:
+        return by_cublas
 
     from tatten.ops.cuda.combine import INTERPRETED
     from tatten.ops.cuda.kernels.skinny_linear import _skinny_linear_kernel

@@ -24,6 +24,7 @@ from tatten.passes.findings import Declined, Rewritten
 from tatten.passes.mutation import movers
 from tatten.passes.reasons import Reason
 from tatten.passes.skinny_linears import LinearGroup, apply_linear_group, find_skinny_linears
+from tatten.passes.symbolic import hint, tensor_of, value_of
 
 bf16 = torch.bfloat16
 B, HEADS, DIM, SLOTS, WIDTH, INNER = 3, 2, 16, 64, 32, 48
@@ -62,7 +63,8 @@ def run(gm: GraphModule, named: dict[str, Tensor]) -> Any:
     """Run an edited graph on copies of the inputs, which it takes in an order of its own."""
     gm.graph.lint()
     gm.recompile()
-    return gm(*(named[name_of(x)].clone() for x in gm.graph.find_nodes(op="placeholder")))
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return gm(*(named[name_of(x)].clone() if tensor_of(x) is not None else hint(value_of(x)) for x in inputs))
 
 
 def names(groups: list[LinearGroup]) -> list[list[str]]:
@@ -317,8 +319,46 @@ def test_other_devices_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
         assert PAYS_ON(torch.device("cuda")) == hopper
 
 
-def test_a_dynamic_number_of_rows_is_left() -> None:
+@pytest.mark.parametrize("lead", [(3, 1), (1, 5), (2, 3), (64,)], ids=str)
+def test_a_dynamic_number_of_rows(lead: tuple[int, ...]) -> None:
+    """The op calls cuBLAS for many rows. Layers with biases are left: float32 sums would be larger than the results."""
+    named = inputs() | {"x": torch.randn(*lead, WIDTH).to(bf16)}
+    torch._dynamo.mark_dynamic(named["x"], lead.index(max(lead)))
+    assert names(search(projections, named)[1]) == [["a", "b", "c"]]
+    check_same(projections, named)
+    assert names(search(with_bias, named)[1]) == []
+
+
+def test_parts_of_a_dynamic_number_of_rows_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skinny_linears, "choose_parts", lambda outs, features: 2 if features == INNER else 1)
     named = inputs()
+    torch._dynamo.mark_dynamic(named["x"], 0)
+    assert names(search(mlp, named)[1]) == [["a"]]
+    check_same(mlp, named)
+
+
+def test_one_graph_for_few_and_many_rows() -> None:
+    """With a dynamic batch size, the projections of a step share a launch for any number of sequences."""
+    notes = []
+
+    def backend(gm: GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
+        notes.append(rewrite(gm, linears=True).note)
+        return gm.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    for batch in (3, 70, 2):
+        named = step_inputs(batch)
+        for name in ("x", "key", "value", "mask"):
+            torch._dynamo.mark_dynamic(named[name], 0)
+        got, want = compiled(*named.values()), step(*step_inputs(batch).values())
+        torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
+    assert notes == ["3 linear layers take 2 launches"]
+
+
+def test_a_dynamic_number_that_was_large_is_left() -> None:
+    """A graph that was captured for 65 rows may run for many, and each call of the op takes time on the host."""
+    named = inputs(rows=65)
     torch._dynamo.mark_dynamic(named["x"], 0)
     assert search(projections, named)[1] == []
 
@@ -326,16 +366,16 @@ def test_a_dynamic_number_of_rows_is_left() -> None:
 def step(x, key, value, mask, a, b, d, length):
     """A decode step: a static cache, its mask, and projections."""
     q, new = F.linear(x, a), F.linear(x, b)
-    key.index_copy_(2, length, new.view(B, HEADS, 1, DIM))
-    out = F.scaled_dot_product_attention(q.view(B, HEADS, 1, DIM), key, value, mask)
+    key.index_copy_(2, length, new.view(-1, HEADS, 1, DIM))
+    out = F.scaled_dot_product_attention(q.view(-1, HEADS, 1, DIM), key, value, mask)
     return F.linear(out.transpose(1, 2).flatten(2), d)
 
 
-def step_inputs() -> dict[str, Tensor]:
+def step_inputs(batch: int = B) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    key, value = torch.randn(2, B, HEADS, SLOTS, DIM).to(bf16)
-    mask = (torch.arange(SLOTS) < 40).expand(B, 1, 1, SLOTS)
-    named = {"x": torch.randn(B, 1, WIDTH).to(bf16), "key": key, "value": value, "mask": mask}
+    key, value = torch.randn(2, batch, HEADS, SLOTS, DIM).to(bf16)
+    mask = (torch.arange(SLOTS) < 40).expand(batch, 1, 1, SLOTS)
+    named = {"x": torch.randn(batch, 1, WIDTH).to(bf16), "key": key, "value": value, "mask": mask}
     named |= {name: weight(HEADS * DIM) for name in ("a", "b", "d")}
     return named | {"length": torch.tensor([39])}
 
@@ -353,9 +393,9 @@ getitem_1 = getitem(skinny_linear_default, 0)
 squeeze = squeeze(getitem_1, 0)
 getitem_2 = getitem(skinny_linear_default, 1)
 squeeze_1 = squeeze(getitem_2, 0)
-view = view(squeeze_1, 3, 2, 1, 16)
+view = view(squeeze_1, -1, 2, 1, 16)
 index_copy_ = index_copy_(l_key_, 2, l_length_, view)
-view_1 = view(squeeze, 3, 2, 1, 16)
+view_1 = view(squeeze, -1, 2, 1, 16)
 block_mask_default = block_mask.default(l_mask_)
 decode_attention_default = decode_attention.default(view_1, l_key_, l_value_, l_mask_, None, None, block_mask_default)
 getitem = getitem(decode_attention_default, 0)

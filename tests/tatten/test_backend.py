@@ -206,6 +206,30 @@ def test_one_captured_graph_serves_any_length() -> None:
         assert torch.equal(out, tatten.decode_attention(q, k, v, kv_lens=lens))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "batch, dynamic, note", [(8, None, "2 linear layers take 2"), (8, True, "1 linear layers"), (1, None, "")]
+)
+def test_option_decode_replaces_linear_layers_on_hopper(batch: int, dynamic: bool | None, note: str) -> None:
+    """The layer of 2048 outputs is read in parts, and therefore left for a dynamic number of rows."""
+
+    def layer(x, key, value, mask, down, up):
+        query = F.linear(x, down).view(-1, 16, 1, 128)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        return F.linear(out.flatten(1), up)
+
+    torch.manual_seed(0)
+    shapes = [(batch, 4096), *[(batch, 4, 4096, 128)] * 2, (2048, 4096), (8192, 2048)]
+    args = [(torch.randn(*shape, device="cuda") * 0.1).bfloat16() for shape in shapes]
+    args.insert(3, torch.rand(batch, 1, 1, 4096, device="cuda") > 0.9)
+    for x in args[:4] if dynamic else ():
+        torch._dynamo.mark_dynamic(x, 0)
+    with tatten.recording() as report:
+        got = torch.compile(layer, backend="tatten", options={"decode": True}, fullgraph=True)(*args)
+    assert (note in str(report)) if note else ("linear layers" not in str(report))
+    torch.testing.assert_close(got, layer(*args), rtol=2**-6, atol=2**-8)
+
+
 @pytest.mark.slow
 def test_first_compiles_in_several_threads() -> None:
     """PyTorch's lookup of a backend is not thread-safe; our entry point is."""

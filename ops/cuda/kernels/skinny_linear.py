@@ -40,16 +40,13 @@ def _skinny_linear_kernel(
     weight, product, n_out = weight_0, product_0, tl.full([], OUT_0, tl.int32)
     end_0: tl.constexpr = (OUT_0 + BLOCK_OUT - 1) // BLOCK_OUT
     end_1: tl.constexpr = end_0 + (OUT_1 + BLOCK_OUT - 1) // BLOCK_OUT
-    first = block * 0  # 0 as a tensor, which both branches below can replace
     if weight_1 is not None:  # noqa: SIM102 (known when this is compiled)
         if block >= end_0:
             weight, product, n_out = weight_1, product_1, tl.full([], OUT_1, tl.int32)
-            first = block * 0 + end_0
     if weight_2 is not None:  # noqa: SIM102
         if block >= end_1:
             weight, product, n_out = weight_2, product_2, tl.full([], OUT_2, tl.int32)
-            first = block * 0 + end_1
-    block -= first
+    block -= tl.where(block >= end_1, end_1, tl.where(block >= end_0, end_0, 0))
     out = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     n_blocks: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from compiled import compile_in_subprocess
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 from tatten.ops.cuda.skinny_linear import plan_skinny_linear
-from tatten.ops.skinny_linear import BLOCK_IN, choose_parts, part_bounds
+from tatten.ops.skinny_linear import BLOCK_IN, MOST_ROWS, choose_parts, part_bounds
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 op = torch.ops.tatten.skinny_linear.default
@@ -138,6 +139,15 @@ def test_sums_of_nothing_are_zero(case: Case) -> None:
             assert torch.equal(product, torch.zeros(case[3], *case[0], n, dtype=bf16))
 
 
+@pytest.mark.parametrize("strided", [False, True])
+def test_many_rows_call_cublas(strided: bool) -> None:
+    """A plan of them runs anywhere, because it is PyTorch's own product."""
+    x, weights = inputs(((5, 13), 40, (5, 70), 1), strided=strided)
+    check(plan_skinny_linear(x, weights, 1, None)(x, weights), x, weights, 1, bf16)
+    transposed = x.transpose(0, 1)
+    check(plan_skinny_linear(transposed, weights, 1, None)(transposed, weights), transposed, weights, 1, bf16)
+
+
 @interpreted
 @pytest.mark.parametrize("outs", [(0, 3), (3, 0, 2), (3, 0)], ids=str)
 def test_weights_without_rows(outs: tuple[int, ...]) -> None:
@@ -149,10 +159,15 @@ def test_weights_without_rows(outs: tuple[int, ...]) -> None:
     "outs, features, parts",
     [
         ((4096, 1024, 1024), 4096, 1),
-        ((4096,), 4096, 1),
+        ((2048, 512, 512), 2048, 2),
+        ((4096,), 4096, 2),
         ((4096,), 14336, 2),
+        ((2048,), 8192, 4),
+        ((8192,), 28672, 4),  # 8192 features at most
         ((14336, 14336), 4096, 1),
         ((1024,), 4096, 4),
+        ((132 * 64,), 4096, 1),
+        ((), 4096, 4),
         ((8,), 256, 2),  # no part is empty
         ((8,), 0, 1),
     ],
@@ -237,7 +252,11 @@ def test_on_a_gpu(case: Case, dtypes: tuple[torch.dtype, torch.dtype | None]) ->
     for strided in (False, True):
         x, weights = inputs(case, "cuda", dtype, strided)
         got = op(x, weights, case[3], out_dtype)
-        check(got, x, weights, case[3], out_dtype or dtype)
+        if x[..., 0].numel() > MOST_ROWS and case[3] == 1 and out_dtype is None:  # cuBLAS may add parts in 16 bits
+            assert [y.shape for y in got] == [(1, *x.shape[:-1], n) for n in case[2]]
+            assert all(torch.equal(y[0], F.linear(x, w)) for y, w in zip(got, weights, strict=True))
+        else:
+            check(got, x, weights, case[3], out_dtype or dtype)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +19,7 @@ from batched_models import batching as batching_config
 from transformers import CompileConfig, GenerationConfig
 
 import tatten.integrations.transformers  # noqa: F401  (registers the attention)
+from tatten.passes import skinny_linears
 
 NEW = 12
 PADDED: dict[str, Any] = {"q_padding_interval_size": 16, "max_requests_per_batch": 8, "max_batch_tokens": 32}
@@ -70,6 +72,39 @@ def test_tokens_under_tatten(name: str) -> None:
     model, ids = build(name, num_hidden_layers=2, layer_types=None), prompts()
     decode = {"decode_compile_config": CompileConfig(backend="tatten", mode=None, fullgraph=True, dynamic=True)}
     assert run(model, ids, greedy(NEW), **PADDED, **decode) == expected(model, ids, NEW)
+
+
+@pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "qwen3", "gemma3"]))
+def test_linear_layers_of_decode_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the option `decode`, those of one input share a launch on a GPU of Hopper, for any number of requests."""
+    monkeypatch.setattr(skinny_linears, "pays_on", lambda device: True)
+    monkeypatch.setattr(skinny_linears, "LEAST_BYTES", 1)
+    monkeypatch.setattr(skinny_linears, "choose_parts", lambda *_: 1)  # as for layers of larger models
+    rewriting = importlib.import_module("tatten.passes.rewrite")  # the package has a function of this name
+    groups: list[int] = []
+    apply = rewriting.apply_linear_group
+
+    def count(group: skinny_linears.LinearGroup) -> None:
+        groups.append(len(group.layers))
+        apply(group)
+
+    monkeypatch.setattr(rewriting, "apply_linear_group", count)
+    model, ids = build(name, num_hidden_layers=2, layer_types=None).bfloat16(), prompts()
+    config = CompileConfig(backend="tatten", mode=None, options={"decode": True}, fullgraph=True, dynamic=True)
+    for prompt, tokens in zip(ids, run(model, ids, greedy(NEW), **PADDED, decode_compile_config=config), strict=True):
+        assert behind(model, prompt, tokens) < 0.3
+    assert groups == [3, 1, 2, 1] * 2 + [1]  # the graph of one request has none
+
+
+def behind(model: transformers.PreTrainedModel, prompt: list[int], tokens: list[int]) -> float:
+    """Return how far below the largest logit a token is at most, in standard deviations, with attention "eager"."""
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0].float()
+    model.set_attn_implementation("tatten")
+    logits = logits[len(prompt) - 1 : -1]
+    below = logits.amax(-1) - logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    return float(below.max() / logits.std())
 
 
 def test_sampled_tokens() -> None:
