@@ -16,7 +16,8 @@ Models have random weights and the shapes of `benchmarks/support/models.py`, or 
 `fa3` is FlashAttention-3 of vLLM's wheel (benchmarks/support/flash_pages.py), and `sdpa` what transformers does without
 FlashAttention: gpt-oss has no SDPA, and its `sdpa` is `paged|eager`, with 256 tokens in a batch. `fork` draws the
 samples from a fork of a `SharedPrefixCache` in `generate`, compiled by tatten. `tatten_compiled` and `fa3_compiled`
-have decode steps that transformers compiles with Inductor (`default_compile_level=1`). Each runs in a process of its
+have decode steps that transformers compiles with Inductor (`default_compile_level=1`). Those of `tatten_decode` are
+compiled by `backend="tatten"` with the option `decode`, but without tuning. Each candidate runs in a process of its
 own, which is killed after `--limit` seconds.
 
 The first call makes the manager, captures graphs and compiles: `first_call_s`. Then a call with other prompts of the
@@ -45,8 +46,7 @@ from support.batch_settings import HOST, SETTINGS, Setting, check_version, setti
 from support.command_line import arguments, first_line, machine
 from transformers import PreTrainedModel
 
-COMPILED = "_compiled"  # ends the names of candidates whose decode steps are compiled
-CANDIDATES = "tatten", "tatten" + COMPILED, "fa3", "fa3" + COMPILED, "sdpa", "fork"
+CANDIDATES = "tatten", "tatten_compiled", "tatten_decode", "fa3", "fa3_compiled", "sdpa", "fork"
 EAGER_TOKENS = 256  # of a batch under `paged|eager`, which stores a score for each of its tokens and each key
 COMPARED = 32  # tokens of each greedy text
 Row = dict[str, Any]
@@ -55,7 +55,7 @@ Row = dict[str, Any]
 def reason_to_leave_out(name: str, what: Setting, device: str) -> str | None:
     if name == "fork" and what.samples == 1:
         return "nothing is shared"
-    if name.removesuffix(COMPILED) == "fa3" and device == "cuda" and peers.fa3() is None:
+    if name.startswith("fa3") and device == "cuda" and peers.fa3() is None:
         return "no FlashAttention-3: it is for Hopper, and TATTEN_PEERS names the folder with vLLM's _vllm_fa3_C"
     return None
 
@@ -95,10 +95,11 @@ def measure(name: str, what: Setting, args: argparse.Namespace) -> Row:
         first = time.perf_counter() - start
         drawn, pool = [fork.draw(seed) for seed in seeds], fork.pool_bytes
     else:
-        attend_with(name.removesuffix(COMPILED), model)
+        attention, _, compiling = name.partition("_")
+        attend_with(attention, model)
         eager = model.config._attn_implementation == "paged|eager" and args.device == "cuda"
         tokens = args.batch_tokens or (EAGER_TOKENS if eager else None)
-        manager = batches.make_manager(model, what, tokens, compiled=name.endswith(COMPILED))
+        manager = batches.make_manager(model, what, tokens, compiling)
         batches.draw(model, what, 0)
         first, pool = time.perf_counter() - start, batches.pool_bytes(manager)
         with batches.host_times(manager) as host:

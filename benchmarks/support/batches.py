@@ -10,11 +10,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching import ContinuousBatchingManager, input_outputs
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from support.batch_settings import Setting
+
+# Settings by which transformers compiles decode steps: not at all, with Inductor, and with tatten. Tuning is for one
+# row, and takes minutes.
+COMPILING: dict[str, dict[str, Any]] = {
+    "": {},
+    "compiled": {"default_compile_level": 1},
+    "decode": {
+        "decode_compile_config": CompileConfig(
+            backend="tatten",
+            mode=None,
+            options={"decode": True, "coordinate_descent_tuning": False},
+            fullgraph=True,
+            dynamic=True,
+        )
+    },
+}
 
 
 @dataclass
@@ -37,12 +53,12 @@ class HostTimes:
 
 
 def make_manager(
-    model: PreTrainedModel, setting: Setting, batch_tokens: int | None = None, compiled: bool = False
+    model: PreTrainedModel, setting: Setting, batch_tokens: int | None = None, compiling: str = ""
 ) -> ContinuousBatchingManager:
     """Create the manager of all later calls of `generate_batch`, with its pool and graphs.
 
-    All settings are those of transformers for this workload, except the pool, which just holds it, and `compiled`
-    decode steps.
+    All settings are those of transformers for this workload, except the pool, which just holds it, and those of
+    `COMPILING`.
     """
     several = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_return_sequences": setting.samples}
     generation = GenerationConfig(
@@ -56,8 +72,8 @@ def make_manager(
         num_blocks=setting.blocks,
         max_batch_tokens=batch_tokens,
         auto_switch_to_flash=False,
-        default_compile_level=1 if compiled else 0,
         seed=0,
+        **COMPILING[compiling],
     )
     manager = model.init_continuous_batching(
         generation_config=generation,
