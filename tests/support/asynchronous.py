@@ -64,13 +64,16 @@ def late_resets() -> Iterator[list[tuple[str, int]]]:
         while late:
             late.pop(0)()
 
+    @functools.wraps(input_outputs.HostDeviceIOPair.reset)  # for the check of transformers' code
     def reset(self: Any) -> None:
         self.host_io.reset()
         late.append(self.device_io.reset)
 
+    stream = Stream()
+    stream.synchronize = lambda: catch_up("wait")  # type: ignore[method-assign]
     compute = model_runner.ModelRunner.compute_batch
 
-    @functools.wraps(compute)  # for the check of transformers' code
+    @functools.wraps(compute)
     def compute_batch(self: Any, *args: Any) -> None:
         catch_up("batch")
         compute(self, *args)
@@ -78,6 +81,6 @@ def late_resets() -> Iterator[list[tuple[str, int]]]:
     with (
         mock.patch.object(input_outputs.HostDeviceIOPair, "reset", reset),
         mock.patch.object(model_runner.ModelRunner, "compute_batch", compute_batch),
-        mock.patch.object(cache, "wait_for_stream", side_effect=lambda device: catch_up("wait")),
+        mock.patch.object(cache, "stream_of", return_value=stream),
     ):
         yield places

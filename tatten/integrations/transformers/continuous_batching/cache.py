@@ -39,7 +39,8 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         # In a forward pass, by group: the step that its layers share, and the index in the group of the next layer.
         self._steps: dict[int, tuple[Step, int]] = {}
         self._too_long: set[str] = set()  # requests that a warning was logged for, until they end
-        self._starts = True  # until the first batch is prepared
+        self._resets: list[torch.cuda.Stream] = []  # the streams on which inputs were reset, until the next batch
+        self._note_reset()
         self.room = self._find_room()
         self.number = number_cache(self)
         self._allow_decode_steps()
@@ -99,22 +100,25 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         super().free_all_requests(clear_ledgers)
         self._too_long.clear()
-        self._starts = True  # transformers calls this last when it resets its inputs for another start
+        self._note_reset()  # transformers calls this last when it resets its inputs for another start
 
-    def _wait_for_reset(self) -> None:
-        """Wait for the reset of the inputs, before the first batch after a start.
+    def _note_reset(self) -> None:
+        if (stream := stream_of(self.device)) is not None:
+            self._resets.append(stream)
+
+    def _wait_for_resets(self) -> None:
+        """Wait until the inputs are reset, before the next batch is prepared.
 
         transformers (5.24) fills its inputs on the current stream, and copies those of a batch on another stream, which
-        doesn't wait. On a GPU that is busy, the fill came last, and the tokens of the first batch were wrong.
+        doesn't wait. On a busy GPU, the fill can come last, and then the first batch has no inputs.
         """
-        if self._starts:
-            self._starts = False
-            wait_for_stream(self.device)
+        while self._resets:
+            self._resets.pop().synchronize()
 
     # transformers calls these on the host, for each request of a step.
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
-        self._wait_for_reset()
+        self._wait_for_resets()
         if query_length != 1:
             raise RuntimeError(f"a decode step must have one token of request {request_id}, got {query_length}")
         for name, allocator in self.cache_allocators.items():
@@ -129,7 +133,7 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         read_index: list[list[int]] | None,
         write_index: list[list[int]],
     ) -> None:
-        self._wait_for_reset()
+        self._wait_for_resets()
         super().extend_read_and_write_indices(request_id, past_length, query_length, None, write_index)
         if read_index is None:
             return
@@ -184,10 +188,9 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         return step
 
 
-def wait_for_stream(device: torch.device) -> None:
-    """Wait for the work of the current stream of a GPU."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+def stream_of(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the current stream of a GPU, or None for a CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def _tables_of_group(kwargs: dict[str, Any], layer_type: str, index: int) -> StepTables:

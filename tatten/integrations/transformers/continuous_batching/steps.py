@@ -15,8 +15,8 @@ from tatten.integrations.transformers.continuous_batching.tables import STATE, L
 from tatten.ops.shared_pages import SharedPages, shared_pages
 from tatten.ops.sizes import ceil_div
 
-# "cuda" awaits test_forks_beside_a_chunk on a busy GPU. It failed there with CUDA graphs, before `PagedCache` waited
-# for the reset of transformers' inputs.
+# "cuda" awaits test_forks_beside_a_chunk on a busy GPU. With CUDA graphs, tokens were wrong there before `PagedCache`
+# waited for the reset of transformers' inputs. It has not run there since.
 SHARED_BESIDE_CHUNKS = frozenset({"cpu"})
 
 
