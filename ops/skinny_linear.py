@@ -16,9 +16,8 @@ BLOCK_OUT, BLOCK_IN = 64, 128  # the kernel's tile of a weight; parts begin at m
 MOST_WEIGHTS = 3  # query, key and value
 MOST_ROWS = 64  # the most that were measured
 
-# A launch has one program for each SM of an H100 where parts can fill it. `benchmarks/skinny_linear.py` measures other
-# numbers of parts beside the chosen one.
-SMS, MOST_PARTS = 132, 4
+# The parts that leave at most one program for each SM of an H100. `benchmarks/skinny_linear.py` measures others, too.
+SMS, PARTS = 132, (1, 2, 4)
 MOST_FEATURES = 8192  # of a program
 
 
@@ -40,7 +39,8 @@ def skinny_linear(
 
     Returns:
         For each weight, `[parts, ..., out_features]` in `out_dtype`, contiguous. The partial sums of a row add up to
-        the product. They are summed in float32 and rounded once.
+        the product. They are summed in float32 and rounded once. On CUDA, more than 64 rows in one part and in the
+        dtype of `x` are a product of cuBLAS, which may round more than once.
 
     Raises:
         TypeError, ValueError: dtypes, shapes, devices or numbers do not fit; the message names the argument.
@@ -65,8 +65,8 @@ def part_bounds(in_features: int, parts: int) -> list[int]:
 def choose_parts(out_features: Sequence[int], in_features: int) -> int:
     """Return the number of parts for weights of these sizes; it depends on no number of rows."""
     programs = sum(ceil_div(n, BLOCK_OUT) for n in out_features)
-    parts = max(min(MOST_PARTS, SMS // max(1, programs)), ceil_div(in_features, MOST_FEATURES))
-    return max(1, min(parts, ceil_div(in_features, BLOCK_IN)))
+    fill = max((parts for parts in PARTS if parts * programs <= SMS), default=1)
+    return max(1, min(max(fill, ceil_div(in_features, MOST_FEATURES)), ceil_div(in_features, BLOCK_IN)))
 
 
 def check_skinny_linear(x: Tensor, weights: Sequence[Tensor], parts: int, out_dtype: torch.dtype | None) -> torch.dtype:

@@ -79,9 +79,9 @@ class LinearGroup:
         return self.parts > 1 or any(layer.bias is not None for layer in self.layers)
 
     def pays(self) -> bool:
-        """Return True if the op is known to be faster than cuBLAS.
+        """Return True if the op was measured to be faster than cuBLAS for few rows, and costs little for many.
 
-        Sums in float32 of a dynamic number of rows are left to cuBLAS: of many rows, they would be larger than the
+        Sums in float32 are left to cuBLAS if the number of rows is dynamic: those of many rows are larger than the
         results.
         """
         n_bytes = sum(bytes_of(known_tensor(layer.weight)) or 0 for layer in self.layers)

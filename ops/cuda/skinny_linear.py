@@ -54,7 +54,10 @@ class SkinnyLinear:
 def by_cublas(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """Compute the op in one part, in the dtype of `x`, for many rows: the kernel would read weights several times."""
     rows = x.reshape(-1, x.shape[-1])
-    return [(rows @ weight.T).view(1, *x.shape[:-1], weight.shape[0]) for weight in weights]
+    products = [x.new_empty((1, *x.shape[:-1], weight.shape[0])) for weight in weights]
+    for product, weight in zip(products, weights, strict=True):
+        torch.mm(rows, weight.T, out=product.flatten(0, -2))  # autocast leaves calls with `out` alone
+    return products
 
 
 @by_layout

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from tatten.ops.cuda.skinny_linear import plan_skinny_linear
+from tatten.ops.cuda.skinny_linear import by_cublas, plan_skinny_linear
 from tatten.ops.skinny_linear import BLOCK_IN, MOST_ROWS, choose_parts, part_bounds
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
@@ -139,10 +139,22 @@ def test_sums_of_nothing_are_zero(case: Case) -> None:
             assert torch.equal(product, torch.zeros(case[3], *case[0], n, dtype=bf16))
 
 
+def test_many_rows_are_a_tensor_like_few() -> None:
+    """Not in the dtype of autocast, and not a view, which autograd would not let a program write to."""
+    x, weights = inputs(((65,), 40, (5, 70), 1))
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        results = plan_skinny_linear(x, weights, 1, None)(x, weights)
+    for result in results:
+        assert result.dtype == bf16
+        result.mul_(torch.ones(1, dtype=bf16, requires_grad=True))
+
+
 @pytest.mark.parametrize("strided", [False, True])
 def test_many_rows_call_cublas(strided: bool) -> None:
     """A plan of them runs anywhere, because it is PyTorch's own product."""
     x, weights = inputs(((5, 13), 40, (5, 70), 1), strided=strided)
+    assert plan_skinny_linear(x, weights, 1, None) is by_cublas
+    assert plan_skinny_linear(x[:4], weights, 1, None) is not by_cublas
     check(plan_skinny_linear(x, weights, 1, None)(x, weights), x, weights, 1, bf16)
     transposed = x.transpose(0, 1)
     check(plan_skinny_linear(transposed, weights, 1, None)(transposed, weights), transposed, weights, 1, bf16)
@@ -167,6 +179,7 @@ def test_weights_without_rows(outs: tuple[int, ...]) -> None:
         ((14336, 14336), 4096, 1),
         ((1024,), 4096, 4),
         ((132 * 64,), 4096, 1),
+        ((2560,), 4096, 2),  # three parts were not measured
         ((), 4096, 4),
         ((8,), 256, 2),  # no part is empty
         ((8,), 0, 1),
