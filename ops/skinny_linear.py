@@ -16,7 +16,8 @@ BLOCK_OUT, BLOCK_IN = 64, 128  # the kernel's tile of a weight; parts begin at m
 MOST_WEIGHTS = 3  # query, key and value
 MOST_ROWS = 64  # the most that were measured
 
-# The parts that leave at most one program for each SM of an H100. `benchmarks/skinny_linear.py` measures others, too.
+# `choose_parts` takes the most of `PARTS` that leave at most one program for each SM of an H100.
+# `benchmarks/skinny_linear.py --parts` measures others.
 SMS, PARTS = 132, (1, 2, 4)
 MOST_FEATURES = 8192  # of a program
 
