@@ -80,6 +80,17 @@ def expected(model: PreTrainedModel, prompt_ids: Tokens, new: int) -> Tokens:
     return [row[0, len(ids) :].tolist() for row, ids in zip(rows, prompt_ids, strict=True)]
 
 
+@torch.no_grad()
+def behind(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> float:
+    """Return how far below the largest logit a token is at most, in standard deviations, with attention "eager"."""
+    model.set_attn_implementation("eager")
+    logits: Tensor = model(torch.tensor([prompt + tokens], device=model.device), use_cache=False).logits[0].float()
+    model.set_attn_implementation("tatten")
+    logits = logits[len(prompt) - 1 : -1]
+    below = logits.amax(-1) - logits.gather(-1, torch.tensor(tokens, device=model.device)[:, None])[:, 0]
+    return float(below.max() / logits.std())
+
+
 def greedy(new: int, n: int = 1) -> GenerationConfig:
     config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
     config.num_return_sequences = n  # its check refuses equal samples, but they show whether forks are right

@@ -1,4 +1,4 @@
-"""Asynchronous batches, which transformers makes on a GPU, on a CPU: the tokens of `generate`."""
+"""Asynchronous batches on a CPU give the tokens of `generate`. transformers itself makes them on accelerators alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if not transformers.__version__.startswith("5.24"):
     pytest.skip("no other transformers was tested", allow_module_level=True)
 
 from asynchronous import asynchronous, late_resets
-from batched_models import MODELS, batching, build, expected, greedy, padded, prompts, quick, run
+from batched_models import MODELS, batching, build, expected, greedy, padded, prompts, run
 from transformers import CompileConfig
 
 NEW = 12
@@ -24,14 +24,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunks": {"page_size": 4, "max_batch_tokens": 16},
     "padded": {"page_size": 4, "max_batch_tokens": 24} | PADDED,
 }
-# With nothing but forks in the first batch, the second one has no tokens, which fails in models unless it is padded.
+# With nothing but forks in the first batch, the second one has no tokens. Models fail on it unless it is padded.
 CASES = [(name, setting, n) for name in MODELS for setting in SETTINGS for n in (1, 3) if setting == "padded" or n == 1]
 FAST = [("llama", "chunks", 1), ("llama", "padded", 3), ("gemma3", "padded", 3)]
 
 
 @pytest.fixture(autouse=True)
 def _asynchronous() -> Iterator[None]:
-    with asynchronous(), quick(), padded():
+    with asynchronous(), padded():
         yield
 
 

@@ -14,7 +14,7 @@ from slow import slow_but
 if not transformers.__version__.startswith("5.24"):
     pytest.skip("no other transformers was tested", allow_module_level=True)
 
-from batched_models import MODELS, build, expected, greedy, padded, prompts, quick, run
+from batched_models import MODELS, behind, build, expected, greedy, padded, prompts, quick, run
 from batched_models import batching as batching_config
 from transformers import CompileConfig, GenerationConfig
 
@@ -94,17 +94,6 @@ def test_linear_layers_of_decode_steps(name: str, monkeypatch: pytest.MonkeyPatc
     for prompt, tokens in zip(ids, run(model, ids, greedy(NEW), **PADDED, decode_compile_config=config), strict=True):
         assert behind(model, prompt, tokens) < 0.3
     assert groups == [3, 1, 2, 1] * 2 + [1]  # the graph of one request has none
-
-
-def behind(model: transformers.PreTrainedModel, prompt: list[int], tokens: list[int]) -> float:
-    """Return how far below the largest logit a token is at most, in standard deviations, with attention "eager"."""
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0].float()
-    model.set_attn_implementation("tatten")
-    logits = logits[len(prompt) - 1 : -1]
-    below = logits.amax(-1) - logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-    return float(below.max() / logits.std())
 
 
 def test_sampled_tokens() -> None:

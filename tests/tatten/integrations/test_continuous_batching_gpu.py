@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
 if not transformers.__version__.startswith("5.24"):
     pytest.skip("no other transformers was tested", allow_module_level=True)
 
-from batched_models import MODELS, SHARING, batching, build, greedy, prompts, quick
+from batched_models import MODELS, SHARING, batching, behind, build, greedy, prompts, quick
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from tatten.integrations.transformers.continuous_batching import layer_pages, steps
@@ -42,17 +41,10 @@ def config(**options: Any) -> ContinuousBatchingConfig:
     return batching(**({"max_requests_per_batch": 32} | options))
 
 
-@torch.no_grad()
 def check_greedy(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> None:
     """Each token has the largest logit, up to rounding, in one forward over the whole text with "eager"."""
     assert len(tokens) == NEW
-    model.set_attn_implementation("eager")
-    logits: Tensor = model(torch.tensor([prompt + tokens], device="cuda"), use_cache=False).logits[0].float()
-    model.set_attn_implementation("tatten")
-    logits = logits[len(prompt) - 1 : -1]
-    behind = logits.amax(-1) - logits.gather(-1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
-    close = 2e-3 if model.dtype == torch.float32 else 0.3
-    assert float(behind.max() / logits.std()) < close, behind
+    assert behind(model, prompt, tokens) < (2e-3 if model.dtype == torch.float32 else 0.3)
 
 
 def generate(
