@@ -3,8 +3,8 @@
     python benchmarks/record.py one                   # all that one GPU measures, in at most 65 minutes
     python benchmarks/record.py two                   # what two GPUs measure, in at most 25 minutes
     python benchmarks/record.py eight                 # the merge on the eight GPUs of a node, in at most 2 minutes
-    python benchmarks/record.py h100                  # what is said of an H100, in at most 27 minutes
-    python benchmarks/record.py batches               # generate_batch on an H100, in at most 54 minutes
+    python benchmarks/record.py h100                  # what is said of an H100, in at most 28 minutes
+    python benchmarks/record.py batches               # generate_batch on an H100, in at most 44 minutes
     python benchmarks/record.py cpu                   # what is said of a CPU; about 30 minutes of an idle machine
     python benchmarks/record.py one --steps lean_paper decode_grid --out folder
     python benchmarks/record.py two --quick           # the same on a CPU with tiny shapes, to try the plumbing
@@ -225,8 +225,8 @@ STEPS = {
         ),
         Step(
             "decode_loop_batch8",
-            "decode_loop.py --device cuda --batch 8 --only loop loop_inductor --first-call-limit 150",
-            6,
+            "decode_loop.py --device cuda --batch 8 --only loop loop_cublas loop_inductor --first-call-limit 150",
+            7,
             "decode_loop.py --batch 2 --only loop --rounds 1",
         ),
     ],
@@ -238,8 +238,7 @@ STEPS = {
             f"generate_batch.py --settings {settings.split()[0]} --only {tiny} --rounds 1",
         )
         for name, settings, limit, minutes, tiny in (
-            ("generate_batch_a", "a", 260, 10, "sdpa"),
-            ("generate_batch_b", "b", 145, 10, "sdpa"),
+            ("generate_batch_a", "a --only tatten_compiled fa3 tatten", 220, 8, "tatten"),
             (
                 "generate_batch_c",
                 "gemma3 gpt_oss --only sdpa tatten --prompts 16 --batch-tokens 1024 --new-tokens 64 --layers 12",
@@ -249,7 +248,7 @@ STEPS = {
             ),
             ("generate_batch_compiled", "b --only tatten_compiled fa3 fork tatten", 240, 10, "tatten_compiled"),
             ("generate_batch_compiled_peers", "b --only tatten tatten_compiled fa3 fa3_compiled", 170, 8, "tatten"),
-            ("generate_batch_a_compiled", "a --only tatten_compiled fa3 tatten", 250, 8, "tatten_compiled"),
+            ("generate_batch_decode", "b --only tatten_decode fa3 tatten_compiled fork", 240, 10, "tatten_decode"),
         )
     ],
     "cpu": [
@@ -291,7 +290,7 @@ STEPS = {
         ),
     ],
 }
-MINUTES = {"one": 64.5, "two": 25.0, "eight": 2.0, "h100": 26.5, "batches": 54.0, "cpu": 84.0}
+MINUTES = {"one": 64.5, "two": 25.0, "eight": 2.0, "h100": 27.5, "batches": 44.0, "cpu": 84.0}
 
 
 def line(step: Step, quick: bool, path: Path) -> list[str]:

@@ -56,10 +56,9 @@ TABLES = {
         name: Table(name, BATCHES, measured)
         for name in (
             "generate_batch_a",
-            "generate_batch_a_compiled",
-            "generate_batch_b",
             "generate_batch_compiled",
             "generate_batch_compiled_peers",
+            "generate_batch_decode",
         )
     },
     "generate_batch_gemma3": Table("generate_batch_c", BATCHES, of_setting("gemma3")),

@@ -141,6 +141,7 @@ TABLES = {
             "slots": "capacity",
             "used": "used",
             "decode_loop": loop_ms("loop"),
+            "loop, cuBLAS": loop_ms("loop_cublas"),
             "loop, Inductor alone": loop_ms("loop_inductor"),
             "replay": figure("replay_ms", 2),
             "byte floor": figure("floor_ms", 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -14,6 +15,7 @@ if not transformers.__version__.startswith("5.24"):
 
 from batched_models import MODELS, SHARING, batching, behind, build, greedy, prompts, quick
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching import input_outputs
 
 from tatten.integrations.transformers.continuous_batching import layer_pages, steps
 
@@ -81,6 +83,43 @@ def test_graphs_and_asynchronous_batches_are_on(name: str) -> None:
         assert all(any(len(key) == 1 for key in x.device_io.graphs._storage) for x in pairs)  # those of decode steps
 
 
+def test_a_late_reset_of_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy GPU, inputs may be reset after those of the first batch were copied and before they are read."""
+    pair, inputs = input_outputs.HostDeviceIOPair, input_outputs.ContinuousBatchingAsyncIOs
+    reset, get_model_kwargs = pair.reset, inputs.get_model_kwargs
+    second = 2_000_000_000  # cycles
+    delays = [second]
+
+    @functools.wraps(reset)  # for the check of transformers' code
+    def late_reset(self: Any) -> None:
+        torch.cuda._sleep(second // 5)
+        reset(self)
+
+    @functools.wraps(get_model_kwargs)
+    def late_first_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = get_model_kwargs(self, *args, **kwargs)
+        with torch.cuda.stream(self.compute_stream):
+            torch.cuda._sleep(delays.pop() if delays else 1)
+        return batch
+
+    model, ids = on_gpu("llama", torch.bfloat16), prompts(LENGTHS, common=60)
+    options = config(page_size=16, num_blocks=400, max_batch_tokens=1024)
+    with quick():
+        manager = model.init_continuous_batching(greedy(NEW), continuous_batching_config=options)
+        for session in range(2):
+            if session == 1:  # all graphs are captured, so nothing synchronizes
+                monkeypatch.setattr(pair, "reset", late_reset)
+                monkeypatch.setattr(inputs, "get_model_kwargs", late_first_batch)
+            manager.start()
+            requests = manager.add_requests(ids, max_new_tokens=NEW)
+            results = [manager.get_result(timeout=60) for _ in ids]
+            manager.stop(block=True, keep_for_next_session=True)
+            tokens = {result.request_id: result.generated_tokens for result in results}
+            for prompt, request in zip(ids, requests, strict=True):
+                check_greedy(model, prompt, tokens[request])
+    assert not delays
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_forks_in_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs that were captured for the forks of one batch find those of another, which share other pages."""
@@ -115,7 +154,6 @@ def test_forks_beside_a_chunk(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> 
         return attend(*args, **kwargs)
 
     monkeypatch.setattr(layer_pages, "paged_attention", paged)
-    monkeypatch.setattr(steps, "SHARED_BESIDE_CHUNKS", {"cuda"})
     model, ids = on_gpu("llama", torch.bfloat16), prompts((300, 400))
     options = config(page_size=16, num_blocks=400, max_batch_tokens=64, **({} if graphs else CALM))
     for i, tokens in enumerate(generate(model, ids, options, n=4)):

@@ -15,10 +15,6 @@ from tatten.integrations.transformers.continuous_batching.tables import STATE, L
 from tatten.ops.shared_pages import SharedPages, shared_pages
 from tatten.ops.sizes import ceil_div
 
-# "cuda" awaits test_forks_beside_a_chunk on a busy GPU. With CUDA graphs, tokens were wrong there before `PagedCache`
-# waited for the reset of transformers' inputs. It has not run there since.
-SHARED_BESIDE_CHUNKS = frozenset({"cpu"})
-
 
 @dataclass(frozen=True)
 class DecodeStep:
@@ -47,7 +43,7 @@ class ChunkStep:
         slots: int64 `[tokens]`, as in `DecodeStep`.
         starts: int32 `[batch + 1]`: where the tokens of each request begin.
         table, lens, window: as in `DecodeStep`.
-        shared: as in `DecodeStep`, on the devices of `SHARED_BESIDE_CHUNKS`; None if all keys are new.
+        shared: as in `DecodeStep`; None if all keys are new.
     """
 
     slots: Tensor
@@ -118,8 +114,7 @@ def chunk_step(
         return ChunkStep(slots, starts, table.to(torch.int32), lens, None, group.window)
     entries = _first_blocks(lens, group)[:, None] + columns
     table = (reads[entries.clamp(max=reads.shape[0] - 1)] * group.stride).to(torch.int32)
-    shared = _shared(table, lens, group) if table.device.type in SHARED_BESIDE_CHUNKS else None
-    return ChunkStep(slots, starts, table, lens, shared, group.window)
+    return ChunkStep(slots, starts, table, lens, _shared(table, lens, group), group.window)
 
 
 def _shared(table: Tensor, lens: Tensor, group: LayerGroup) -> SharedPages | None:
