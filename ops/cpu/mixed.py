@@ -1,4 +1,4 @@
-"""Mixed batches on a CPU: a decode step of the sequences with one query, then each other sequence over its own pages.
+"""Mixed batches on a CPU: a step of all sequences with the same few queries, then each other sequence over its own pages.
 
 More than `FEW` queries without a window take PyTorch's kernel twice: once over the keys before the new tokens, which
 all of them see, and once over the new tokens, with its causal flag. All other calls go through blocks of queries, so
@@ -22,7 +22,7 @@ from tatten.ops.sizes import ceil_div
 from tatten.ops.states import NEG_INF, State, accumulator_dtype, combine_partials
 from tatten.ops.validation import check_batch_invariant
 
-FEW, BLOCK = 16, 64  # the most queries that attend in one masked call, and the size of a block of more queries
+FEW, BLOCK = 16, 64  # the most queries of which sequences attend together, and the queries of a block
 
 
 def paged_attention(call: MixedCall) -> State:
@@ -38,7 +38,11 @@ def paged_attention(call: MixedCall) -> State:
     if decodes := [b for b, q_len in enumerate(q_lens) if q_len == 1]:
         decode_tokens = [starts[b] for b in decodes]
         out[decode_tokens], lse[decode_tokens] = _attend_decodes(call, starts, decodes)
-    chunks = [b for b, q_len in enumerate(q_lens) if q_len > 1]
+    for few in sorted({q_len for q_len in q_lens if 1 < q_len <= FEW}):
+        sequences = torch.tensor([b for b, q_len in enumerate(q_lens) if q_len == few])
+        places = torch.tensor(starts)[sequences, None] + torch.arange(few)
+        out[places], lse[places] = _attend_few(call, places, sequences)
+    chunks = [b for b, q_len in enumerate(q_lens) if q_len > FEW]
     first_pages = {b: _first_page(call, q_lens[b], lens[b]) for b in chunks}
     room = room_for(stored, max((ceil_div(lens[b], call.key.shape[1]) - first_pages[b] for b in chunks), default=0))
     for b in chunks:
@@ -67,13 +71,30 @@ def _attend_decodes(call: MixedCall, starts: list[int], decodes: list[int]) -> S
     return out[rows].squeeze(2), lse[rows].squeeze(2)
 
 
+def _attend_few(call: MixedCall, tokens: Tensor, sequences: Tensor) -> State:
+    """Return the state of some sequences with the same number of queries.
+
+    Args:
+        tokens: int64 `[sequences, queries]`: the queries.
+        sequences: their sequences.
+
+    Returns:
+        `[sequences, queries, q_heads, value_dim]` and `[sequences, queries, q_heads]`.
+    """
+    table, lens = call.block_table[sequences], call.kv_lens[sequences]
+    every_key = max(1, int(lens.max()))  # as a window, it leaves causal attention
+    causal = call._replace(window=every_key if call.window is None else min(call.window, every_key))
+    out, lse = decode_attention(causal.sequences(call.query[tokens].transpose(1, 2), table, lens))
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
 def _first_page(call: MixedCall, q_len: int, length: int) -> int:
     """Return the first page of a sequence that any query's window reaches."""
     return 0 if call.window is None else max(0, length - q_len - call.window + 1) // call.key.shape[1]
 
 
 def _attend_sequence(call: MixedCall, query: Tensor, stored: KeyValue) -> State:
-    """Return the state `[1, q_heads, queries, value_dim]` of a sequence's queries, two or more."""
+    """Return the state `[1, q_heads, queries, value_dim]` of a sequence's queries, more than `FEW`."""
     query = query.transpose(0, 1)[None]
     q_len = query.shape[2]
     kv_len = stored.key.shape[2]
@@ -81,8 +102,7 @@ def _attend_sequence(call: MixedCall, query: Tensor, stored: KeyValue) -> State:
     window = kv_len if call.window is None else min(call.window, kv_len)
     causal = call._replace(window=max(1, window))
     if q_len - keyless <= FEW or not _takes_flash(call, query[:, :, keyless:], stored, window):
-        step = FEW if q_len <= FEW else BLOCK
-        blocks = [_attend_block(causal, query[:, :, i : i + step], stored, q_len - i) for i in range(0, q_len, step)]
+        blocks = [_attend_block(causal, query[:, :, i : i + BLOCK], stored, q_len - i) for i in range(0, q_len, BLOCK)]
         return torch.cat([x for x, _ in blocks], dim=2), torch.cat([x for _, x in blocks], dim=2)
     out, lse = _attend_chunk(call, query[:, :, keyless:], stored)
     if keyless:

@@ -39,6 +39,23 @@ def copy_pages(stored: KeyValue, pages: Tensor, named: Tensor, keys: slice, room
     return in_order(stored, copied)._replace(attn_mask=None, kv_lens=None)
 
 
+def copy_batch(stored: KeyValue, pages: Tensor, room: Room) -> KeyValue:
+    """Copy the pages of several sequences to `room`, without a mask. The copy is valid until the next one.
+
+    Args:
+        stored: keys in pages.
+        pages: int64 `[sequences, n]`, all of them in the pool.
+        room: memory for at least as many pages.
+    """
+
+    def copied(pool: Tensor) -> Tensor:
+        copy = room[pool][:, : pages.numel()]
+        torch.index_select(pool, 0, pages.flatten(), out=copy.transpose(0, 1))
+        return copy.view(copy.shape[0], *pages.shape, *copy.shape[2:]).flatten(2, 3).transpose(0, 1)
+
+    return in_order(stored, copied)._replace(attn_mask=None, kv_lens=None)
+
+
 def keys_between(stored: KeyValue, start: int, stop: int) -> KeyValue:
     """Return keys `start` to `stop - 1` of keys in order, with their columns of the mask and their scales."""
 

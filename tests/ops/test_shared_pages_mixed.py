@@ -79,8 +79,8 @@ def seen_keys(inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **variant
 
 
 CHUNKS = [  # the numbers of queries of 6 sequences: where the chunk is the leader, in the middle, or absent
-    [5, 1, 1, 1, 1, 1],
-    [1, 1, 0, 5, 1, 1],
+    [20, 1, 1, 1, 1, 1],
+    [1, 1, 0, 20, 1, 1],
     [1] * 6,
 ]
 
@@ -99,7 +99,7 @@ def test_decode_steps_read_a_shared_page_once(q_lens: list[int], monkeypatch: py
 def test_keys_that_only_chunks_share_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [[0, 1, 2, 3, 4, 5, 6 + b] for b in range(2)] + [[0, 1, 10 + b] for b in range(4)]
     tables = made(random.Random(0), rows, [64 * len(row) for row in rows], 64, 20)
-    inputs = mixed_inputs(tables, [5, 5, 1, 1, 1, 1])
+    inputs = mixed_inputs(tables, [20, 20, 1, 1, 1, 1])
     assert seen_keys(inputs, monkeypatch, shared_pages=shared_of(tables)) == 128 + 4 * 64
 
 
