@@ -3,6 +3,7 @@
     python benchmarks/paged.py --device cuda                    # the nine decode shapes, and five of ragged lengths
     python benchmarks/paged.py --device cpu                     # tiny shapes
     python benchmarks/paged.py --device cpu --section gathered  # 8 x 4096 keys in both dtypes
+    python benchmarks/paged.py --device cpu --section short     # short sequences in both dtypes
 
 `dense` is `tatten.decode_attention`, with `kv_lens` where lengths differ; `lens` has them everywhere. `page 16` and the
 others read pages of a pool in random order, K and V apart, by a block table. `fa3 16` and the others are
@@ -27,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from support import peers, results
 from support.command_line import arguments, machine
-from support.decode_cases import Shape, cpu_shapes, cuda_shapes, uniform
+from support.decode_cases import Shape, cpu_shapes, cuda_shapes, short_shapes, uniform
 from support.errors import relative_error
 from support.timing import as_graph, in_turns, microseconds, read_rate
 from torch import Tensor
@@ -36,6 +37,7 @@ import tatten
 from tatten.ops.reference import decode_attention_reference
 
 PAGES = (16, 64, 256, 1)
+ON_CPU = "gathered", "short"  # sections in bfloat16 and float32
 GATHERED, SLOWER = (16, 64), 1.8  # the pages of `gathered`, and how much longer than the op it takes at least
 MOST = {1: 1.10}  # times the dense op; other pages: 1.03
 BESIDE_FA3 = {"nine": 1.0, "ragged": 0.95}  # times its time
@@ -77,7 +79,7 @@ class Problem:
 def candidates(p: Problem) -> dict[str, Attend]:
     """Return the functions that attend, by name."""
     s = p.shape
-    ragged = {"kv_lens": p.lens} if s.section == "ragged" else {}
+    ragged = {"kv_lens": p.lens} if s.section in ("ragged", "short") else {}
 
     def paged(page: int) -> Attend:
         tables, pools = p.tables(page), p.pools(page)
@@ -183,16 +185,18 @@ def bars(rows: list[dict]) -> dict[str, tuple[float, float]]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--section", nargs="*", default=["nine", "ragged"], choices=["nine", "ragged", "gathered"])
+    parser.add_argument("--section", nargs="*", default=["nine", "ragged"], choices=["nine", "ragged", *ON_CPU])
     args = parser.parse_args()
     torch.manual_seed(0)
     device, rate = args.device, read_rate(args.device)
     print(f"{machine(device)}, reads {rate / 1e12:.3f} TB/s")
-    all_shapes = cuda_shapes() if device == "cuda" else [*cpu_shapes(), uniform("gathered", 8, 32, 8, 4096)]
+    all_shapes = (
+        cuda_shapes() if device == "cuda" else [*cpu_shapes(), uniform("gathered", 8, 32, 8, 4096), *short_shapes()]
+    )
     rows = []
     with torch.no_grad():
         for dtype in (torch.bfloat16, torch.float32):
-            sections = set(args.section) & ({"gathered"} if dtype == torch.float32 else {*args.section})
+            sections = set(args.section) & ({*ON_CPU} if dtype == torch.float32 else {*args.section})
             shapes = [x for x in all_shapes if x.section in sections]
             most = max((x.size * x.copies(device) for x in shapes), default=0)
             numbers = tuple(torch.randn(most, device=device, dtype=dtype) for _ in "kv")

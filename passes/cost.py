@@ -36,18 +36,23 @@ class Rates:
     segment_us: float  # for each segment beyond SDPA's time: calls, a kernel, its share of the merge
     flops_per_us: float = math.inf  # of large products, in the low precision that the device is fastest in
     decode: DecodeRates | None = None  # for `tatten::decode_attention`; None to use the rates of segments
+    pages: PageRates | None = None  # where it reads pages; None to use those of `decode`
 
-    def of_decode(self, pairs: int, itemsize: int) -> tuple[float, float]:
+    def of_decode(self, pairs: int, itemsize: int, in_pages: bool) -> tuple[float, float]:
         """Return the rates of `tatten::decode_attention`: bytes per microsecond, and microseconds per call.
 
         Args:
             pairs: the number of (sequence, query head) pairs, each of which occupies one thread.
             itemsize: the bytes of one number.
+            in_pages: whether keys and values are in pages.
         """
         if self.decode is None:
             return self.bytes_per_us, self.segment_us
-        threads = min(pairs, torch.get_num_threads())
-        return self.decode.numbers_per_us * itemsize * threads, self.decode.call_us
+        numbers_per_us, call_us = self.decode.numbers_per_us, self.decode.call_us
+        if in_pages and self.pages is not None:
+            numbers_per_us = self.pages.narrow_numbers_per_us if itemsize < 4 else numbers_per_us
+            call_us = self.pages.call_us
+        return numbers_per_us * itemsize * min(pairs, torch.get_num_threads()), call_us
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,21 @@ class DecodeRates:
     sequence_us: float = 0.0  # for each sequence after the first, if a mask leaves them different numbers of keys
 
 
-RATES = {"cpu": Rates(44e3, 97.0, 1e5, DecodeRates(10e3, 60.0, 30.0))}  # by type of device; GPUs have tuning modules
+@dataclass(frozen=True)
+class PageRates:
+    """Rates of `tatten::decode_attention` over pages on a CPU, which copies them: `benchmarks/paged.py`, section short.
+
+    They favour gathers and SDPA. In 16 bits on one core of an EPYC, SDPA's kernel reads 1e3 numbers in a microsecond.
+    """
+
+    narrow_numbers_per_us: float  # `DecodeRates.numbers_per_us` in 16 bits
+    call_us: float  # of the op beyond the copies and PyTorch's kernel
+    copied_bytes_per_us: float
+
+
+RATES = {  # by type of device; GPUs have tuning modules
+    "cpu": Rates(44e3, 97.0, 1e5, DecodeRates(10e3, 60.0, 30.0), PageRates(4e3, 250.0, 20e3))
+}
 
 
 def rates_of(device: torch.device) -> Rates:
@@ -186,13 +205,15 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], de
         moved += size * reads + (size + once) * copied
         for n, segment in zip(stored, segments, strict=True):
             read += _bytes_picked(n or 0, segment, call.picks, sizes, queries)
-    rates = rates_of(query.device)
+    rates, in_pages = rates_of(query.device), keys[0].table is not None
     bytes_per_us, segment_us = rates.bytes_per_us, rates.segment_us
     if decode:
-        bytes_per_us, segment_us = rates.of_decode(sizes.sequences * (q_heads or 1), query.element_size())
+        bytes_per_us, segment_us = rates.of_decode(sizes.sequences * (q_heads or 1), query.element_size(), in_pages)
     saved_us, extra_us = (moved - read) / bytes_per_us, len(keys) * segment_us
     mask, unequal_us = tensor_of(call.attn_mask), 0.0
-    if decode and rates.decode is not None and mask is not None and mask.dim() == 4:
+    if decode and in_pages and rates.pages is not None:
+        extra_us += read / rates.pages.copied_bytes_per_us
+    elif decode and rates.decode is not None and mask is not None and mask.dim() == 4:
         unequal_us = rates.decode.sequence_us * ((sizes.rows(mask.shape[BATCH]) or 1) - 1)
     assumed = sizes.assumed(lengths)
     return Cost(moved, read, len(keys), saved_us, extra_us, moved / bytes_per_us, assumed, unequal_us)

@@ -1,4 +1,4 @@
-"""Claims about keys and values in pages on a GPU."""
+"""Claims about keys and values in pages."""
 
 from __future__ import annotations
 
@@ -47,6 +47,20 @@ CLAIMS = [
         "at most 1.02 of keys in order",
         at_most=1.02,
         within=0.02,
+    ),
+    *(
+        Claim(
+            f"short sequences in pages of 16 on a CPU, {dtype}",
+            "paged_cpu",
+            18,
+            of_ratios(max, "page 16", "gathered 16", lambda r, dtype=dtype: r["dtype"].endswith(dtype)),
+            said,
+            at_most=most,
+        )
+        for dtype, most, said in (
+            ("bfloat16", 0.77, "at most 0.77 of the time of `gathered` in bfloat16"),
+            ("float32", 1.54, "at most 1.54 in float32"),
+        )
     ),
     Claim(
         "shared pages beside segments",

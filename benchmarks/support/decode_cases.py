@@ -48,6 +48,25 @@ def ragged(name: str, lengths: list[int], q_heads: int = 32, kv_heads: int = 8) 
     return Shape("ragged", name, q_heads, kv_heads, tuple(lengths), -(-max(lengths) // peers.PAGE) * peers.PAGE)
 
 
+def short_shapes() -> list[Shape]:
+    """Sequences of few keys, in capacities of whole pages of 256."""
+    shapes = []
+    for batch, q_heads, kv_heads, most, head_dim in (
+        (8, 8, 2, 64, 64),
+        (64, 8, 2, 64, 64),
+        (8, 8, 2, 512, 64),
+        (64, 8, 2, 512, 64),
+        (8, 8, 2, 2048, 64),
+        (8, 8, 8, 512, 64),
+        (2, 32, 8, 512, 128),
+        (4, 32, 8, 2048, 128),
+    ):
+        lengths = tuple(most - b % 7 for b in range(batch))
+        capacity = -(-most // 256) * 256
+        shapes.append(Shape("short", f"up to {most}", q_heads, kv_heads, lengths, capacity, head_dim))
+    return shapes
+
+
 def static(batch: int, used: int, q_heads: int = 32, kv_heads: int = 8) -> Shape:
     return Shape("static", f"{used} of {16 * used}", q_heads, kv_heads, (used,) * batch, 16 * used)
 

@@ -56,6 +56,7 @@ TABLES = {
         name: Table(name, BATCHES, measured)
         for name in (
             "generate_batch_a",
+            "generate_batch_a_sdpa",
             "generate_batch_compiled",
             "generate_batch_compiled_peers",
             "generate_batch_decode",

@@ -22,6 +22,19 @@ PAGED: dict[str, Cell | str] = {
     **{f"pages of {n}": us(f"page {n}") for n in (256, 64, 16, 1)},
     **{f"FA3, {n}": us(f"fa3 {n}") for n in (256, 64, 16, 1)},
 }
+SHORT: dict[str, Cell | str] = {
+    "heads": heads,
+    "head_dim": "head_dim",
+    "batch": lambda r: len(r["lengths"]),
+    "keys": "name",
+    "dtype": lambda r: r["dtype"].removeprefix("torch."),
+    "in order": us("dense", 0),
+    "pages of 16": us("page 16", 0),
+    "pages of 64": us("page 64", 0),
+    "gathered, 16": us("gathered 16", 0),
+    "gathered, 64": us("gathered 64", 0),
+    "pages of 16 to gathered": ratio("page 16", "gathered 16"),
+}
 GATHERS: dict[str, Cell | str] = {
     "batch": "batch",
     "slots": "capacity",
@@ -66,6 +79,7 @@ MIXED: dict[str, Cell | str] = {
 }
 TABLES = {
     "paged": Table("paged", PAGED),
+    "paged_short": Table("paged_cpu", SHORT, lambda r: r["section"] == "short"),
     "gathers": Table("gathers_cuda", GATHERS),
     "shared_pages": Table("shared_pages", SHARED, lambda r: r["section"] == "shared"),
     "finding_pages": Table("shared_pages", FINDING, lambda r: r["section"] == "finding"),

@@ -1,4 +1,4 @@
-"""Mixed batches on a CPU: a step of all sequences with the same few queries, then each other sequence over its own pages.
+"""Mixed batches on a CPU: a step of the sequences with the same few queries, then each other sequence over its pages.
 
 More than `FEW` queries without a window take PyTorch's kernel twice: once over the keys before the new tokens, which
 all of them see, and once over the new tokens, with its causal flag. All other calls go through blocks of queries, so

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from tatten.ops.call import AttentionCall
 from tatten.ops.cpu import thresholds
 from tatten.ops.cpu.page_copies import Room, copy_batch
+from tatten.ops.layout import squeeze_broadcast
 from tatten.ops.masks import Span
 from tatten.ops.pages import named_pages
 from tatten.ops.sizes import ceil_div
@@ -51,7 +51,8 @@ def batches_of(
 def call_of_batch(call: AttentionCall, batch: list[int], spans: list[Span], room: Room) -> AttentionCall | None:
     """Return the call over copies of the pages of a batch, without sinks, or None if an entry names no page.
 
-    The call has no mask. The copies are valid until the next one.
+    The copies are valid until the next one. With a mask that does not leave all keys of the spans, all spans begin in
+    the first page.
     """
     (stored,), page = call.segments, call.segments[0].key.shape[2]
     table = stored.block_table
@@ -66,5 +67,9 @@ def call_of_batch(call: AttentionCall, batch: list[int], spans: list[Span], room
     if not named.all():
         return None
     lens = torch.tensor([spans[b].stop - first * page for b, first in zip(batch, firsts, strict=True)])
-    copies = copy_batch(stored, pages, room)._replace(kv_lens=lens)
-    return call._replace(query=call.query[rows], segments=(copies,), sinks=None)
+    copies = copy_batch(stored, pages, room)
+    mask = stored.attn_mask
+    if mask is not None and not all(spans[b].full for b in batch):
+        mask = squeeze_broadcast(mask.expand(*mask.shape[:-1], stored.kv_len))[..., : copies.key.shape[2]]
+        copies = copies._replace(attn_mask=mask[rows] if mask.shape[0] > 1 else mask)
+    return call._replace(query=call.query[rows], segments=(copies._replace(kv_lens=lens),), sinks=None)

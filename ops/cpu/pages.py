@@ -65,14 +65,15 @@ def attend_pages(call: AttentionCall, attend: Attend) -> State:
 def _batches(call: AttentionCall, spans: list[Span], n_pages: list[int]) -> list[list[int]]:
     """Put the sequences that have keys into batches: short ones together, and each of the others alone.
 
-    Lengths and the window exclude all keys outside of the spans of a batch, so each span begins with a page, or where
-    its window does.
+    Lengths and the window exclude all other keys of a batch, so each span begins with a page, or where its window does.
+    The columns of a mask are those of keys from the first page on.
     """
     (stored,), page = call.segments, call.segments[0].key.shape[2]
     # One call at least gives the state its dtype.
     with_keys = [b for b, span in enumerate(spans) if span.start < span.stop] or [0]
-    joins = stored.attn_mask is None and not _at_once(call)
-    if not joins or (call.window is None and any(spans[b].start % page for b in with_keys)):
+    masked = stored.attn_mask is not None and not all(spans[b].full for b in with_keys)
+    aligned = all(spans[b].start // page == 0 if masked else spans[b].start % page == 0 for b in with_keys)
+    if call.latent or call.batch_invariant or not (aligned or (call.window is not None and not masked)):
         return [[b] for b in with_keys]
     return list(batches_of(with_keys, n_pages, _pages_in_the_cache(stored), _page_bytes(stored)))
 

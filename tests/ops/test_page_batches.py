@@ -14,7 +14,7 @@ from torch import Tensor
 import tatten
 from tatten.ops.cpu import pages, thresholds
 from tatten.ops.cpu.page_batches import batches_of
-from tatten.ops.reference import paged_attention_reference
+from tatten.ops.reference import decode_attention_reference, paged_attention_reference
 
 LENS = [40, 3, 0, 17, 16, 33, 1, 25]
 
@@ -81,12 +81,57 @@ def test_an_entry_without_a_page_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
     assert_same(states[0], one_by_one(short))
 
 
-@pytest.mark.parametrize("variant", [{"attn_mask": torch.ones(1, 1, 1, 40).bool()}, {"batch_invariant": True}])
-def test_masks_and_batch_invariant_calls_take_one_sequence_at_a_time(
-    variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "lengths": lambda keys: keys < torch.tensor(LENS)[:, None, None, None],
+    "holes": lambda keys: (keys % 7 != torch.arange(8)[:, None, None, None]) & (keys < 30),
+    "one row": lambda keys: (keys % 5 > 1)[None, None, None],
+    "queries": lambda keys: keys <= torch.tensor([[3], [17], [39]]),
+    "one column": lambda keys: torch.tensor([[True], [False], [True]]),
+    "heads": lambda keys: keys % 5 != torch.arange(4)[None, :, None, None],
+    "bias": lambda keys: torch.where(keys % 5 > 0, torch.randn(8, 1, 3, 40, dtype=torch.float64), -torch.inf),
+    "lowest": lambda keys: torch.where(keys % 5 > 0, 0.0, torch.finfo(torch.float32).min)[None, None, None].double(),
+}
+
+
+@pytest.mark.parametrize("with_lens", [True, False])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str, with_lens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, mask = clean(paged(4, LENS, 10, q_len=3)), MASKS[name](torch.arange(40))
+    lens = LENS if with_lens else [40] * 8
+    inputs["block_table"] = inputs["block_table"].clamp(0, len(inputs["key"]) - 1)
+    inputs |= {"kv_lens": torch.tensor(lens), "attn_mask": mask}
+    states = []
+    made = calls_of(monkeypatch, lambda: states.append(tatten.decode_attention(**inputs, return_lse=True)))
+    assert made == [7 if with_lens else 8]
+    assert_same(states[0], decode_attention_reference(**inputs))
+
+
+@pytest.mark.parametrize("name", ["lengths", "holes", "one row"])
+def test_masks_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the pass writes a call: the block mask has the spans."""
+    inputs, mask = clean(paged(4, LENS, 10)), MASKS[name](torch.arange(40))
+    table = inputs["block_table"].clamp(0, len(inputs["key"]) - 1)
+    del inputs["kv_lens"]
+    states: list[tuple[Tensor, Tensor]] = []
+    call = inputs | {"block_table": table, "attn_mask": mask, "block_mask": torch.ops.tatten.block_mask(mask)}
+    made = calls_of(monkeypatch, lambda: states.append(torch.ops.tatten.decode_attention(**call)))
+    assert made == [7 if name == "lengths" else 8]
+    assert_same(states[0], decode_attention_reference(**call))
+
+
+def test_a_mask_of_late_keys_takes_one_sequence_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of a batch's mask begin with the first page."""
+    inputs = clean(paged(4, [40] * 4, 10))
+    del inputs["kv_lens"]
+    mask = torch.arange(40) >= torch.tensor([0, 5, 7, 9])[:, None, None, None]
+    call = inputs | {"attn_mask": mask & (torch.arange(40) % 3 > 0), "block_mask": None}
+    call["block_mask"] = torch.ops.tatten.block_mask(call["attn_mask"])
+    assert calls_of(monkeypatch, lambda: torch.ops.tatten.decode_attention(**call)) == []
+
+
+def test_batch_invariant_calls_take_one_sequence_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = paged(4, LENS, 10)
-    assert calls_of(monkeypatch, lambda: tatten.decode_attention(**inputs, **variant)) == []
+    assert calls_of(monkeypatch, lambda: tatten.decode_attention(**inputs, batch_invariant=True)) == []
 
 
 def test_mixed_batches_join_sequences_with_the_same_few_queries(monkeypatch: pytest.MonkeyPatch) -> None:

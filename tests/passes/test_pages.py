@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tatten.passes import Rewritten, cost, rewrite
 
+CPU_RATES = cost.RATES["cpu"]  # which tests/conftest.py replaces in each test
+
 
 @pytest.mark.drawn(9)
 @pytest.mark.parametrize("q_len", [1, 4])
@@ -248,6 +250,33 @@ def test_a_gpu_without_a_mask_gathers_few_keys(monkeypatch: pytest.MonkeyPatch) 
         assert is_paged if isinstance(finding, Rewritten) else finding.decline.reason == "small"
         ops = gm.graph.find_nodes(op="call_function", target=OP)
         assert ["block_table" in x.kwargs for x in ops] == [True] * is_paged
+
+
+@pytest.mark.parametrize(
+    ("dtype", "batch", "columns", "estimate"),
+    [
+        (torch.float32, 8, 32, "262 us saved by reading 4194304 instead of moving 25165824 bytes, about 460 us more"),
+        (torch.float32, 64, 32, None),
+        (torch.bfloat16, 8, 32, "262 us saved by reading 2097152 instead of moving 6291456 bytes, about 355 us more"),
+        (torch.bfloat16, 32, 32, None),
+    ],
+)
+def test_a_cpu_gathers_short_sequences(
+    dtype: torch.dtype, batch: int, columns: int, estimate: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The op copies pages, and has a cost of its own. The reads that it saves must be worth both."""
+    monkeypatch.setitem(cost.RATES, "cpu", CPU_RATES)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    pools = torch.empty(2, batch * columns + 1, 16, 2, 64, dtype=dtype)
+    table = torch.arange(batch * columns, dtype=torch.int32).view(batch, columns)
+    mask = torch.ones(batch, 1, 1, 16 * columns, dtype=torch.bool)
+    gm = capture(step(FORMS["pool[table]"]), torch.empty(batch, 8, 1, 64, dtype=dtype), *pools, table, mask)
+    (finding,) = rewrite(gm).findings
+    if estimate is None:
+        assert isinstance(finding, Rewritten)
+    else:
+        assert finding.decline.reason == "small"
+        assert estimate in finding.decline.detail
 
 
 def test_what_is_no_table_gets_no_remark() -> None:

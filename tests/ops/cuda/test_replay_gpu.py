@@ -82,6 +82,17 @@ def masked(dtype: torch.dtype, mask: Tensor, dims: tuple[int, int] = (64, 64), q
     return {"query": query, "key": key, "value": value, "attn_mask": mask, **extras}
 
 
+def with_other_entries(table: Tensor, unread: Tensor, share: float, n_pages: int) -> Tensor:
+    """A table with anything in its `unread` entries, and numbers of no page in a `share` of the others.
+
+    Few of the random numbers are those of a page, whose keys may be NaN.
+    """
+    anything = (rand(*table.shape) * 2**31).long() - 1
+    no_page = torch.where((anything >= 0) & (anything < n_pages), -1, anything)
+    table = torch.where(rand(*table.shape) < share, no_page, table)
+    return torch.where(unread, anything, table)
+
+
 def pages(page: int, dtype: torch.dtype = torch.bfloat16, q_len: int = 1, **extras: Any) -> Call:
     """Pages in random order, some of which two sequences share; entries that name none; NaN where nothing is read."""
     lens, columns = lengths(), 512 // page
@@ -93,8 +104,7 @@ def pages(page: int, dtype: torch.dtype = torch.bfloat16, q_len: int = 1, **extr
     slots = table.repeat_interleave(page, dim=1) * page + keys % page
     read = torch.zeros(n_pages * page, device="cuda")
     read = read.index_add(0, slots.flatten(), (keys < lens[:, None]).flatten().float()).view(n_pages, page) > 0
-    anything = (rand(BATCH, columns) * 2**31).long() - 1
-    table = torch.where((places * page >= lens[:, None]) | (rand(BATCH, columns) < 0.05), anything, table)
+    table = with_other_entries(table, places * page >= lens[:, None], 0.05, n_pages)
     pool = randn(n_pages, 2, page, KV_HEADS, 64, dtype=dtype).masked_fill(~read[:, None, :, None, None], NAN)
     query = randn(BATCH, Q_HEADS, q_len, 64, dtype=dtype)
     key, value = pool.unbind(1)
@@ -117,8 +127,7 @@ def shared_pages(page: int, dtype: torch.dtype = torch.bfloat16, q_len: int = 1,
     slots = table.repeat_interleave(page, dim=1) * page + keys % page
     read = torch.zeros(n_pages * page, device="cuda")
     read = read.index_add(0, slots.flatten(), (keys < lens[:, None]).flatten().float()).view(n_pages, page) > 0
-    anything = (rand(batch, columns) * 2**31).long() - 1
-    table = torch.where((places * page >= lens[:, None]) | (rand(batch, columns) < 0.01), anything, table).int()
+    table = with_other_entries(table, places * page >= lens[:, None], 0.01, n_pages).int()
     pool = randn(n_pages, 2, page, KV_HEADS, 64, dtype=dtype).masked_fill(~read[:, None, :, None, None], NAN)
     found = torch.ops.tatten.shared_pages(table, lens, n_pages, page, q_len)
     given = {"kv_lens": lens, "block_table": table, "shared_pages": found}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections import Counter
 from typing import Any
 
@@ -32,6 +33,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "graphs, decode steps alone": {"page_size": 16, "num_blocks": 400, "use_cuda_graph": (False, True)},
     "calm": {"page_size": 16, "num_blocks": 400, "max_batch_tokens": 96} | CALM,
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_old_graphs() -> None:
+    """A CUDA graph of an earlier test that is freed while another one is captured aborts the process."""
+    gc.collect()
 
 
 def on_gpu(name: str, dtype: torch.dtype) -> PreTrainedModel:
