@@ -1,4 +1,4 @@
-"""An attention backend of vLLM 0.33: a mixed batch is one call, and decode steps read shared pages once.
+"""An attention backend of vLLM 0.33: a mixed batch is one call, and sequences with one query read shared pages once.
 
 It has not been run with vLLM: tests run it with stubs of vLLM's classes, made from the names and signatures of vLLM
 0.33. A package names `register` as a plug-in, so that vLLM loads it:
@@ -94,7 +94,7 @@ class TattenMetadataBuilder(AttentionMetadataBuilder[TattenMetadata]):
         n = step.num_reqs
         table, lens = step.block_table_tensor[:n], step.seq_lens[:n]
         decode = step.max_query_len == 1 and n == step.num_actual_tokens  # or padding, whose length is 0
-        shared = self.find_shared(table, lens) if decode and self.full_attention else None
+        shared = self.find_shared(table, lens) if self.full_attention else None
         return TattenMetadata(step.num_actual_tokens, step.query_start_loc[: n + 1], lens, table, decode, shared)
 
     def find_shared(self, table: Tensor, lens: Tensor) -> tatten.SharedPages:
@@ -165,6 +165,7 @@ class TattenImpl(AttentionImpl[TattenMetadata]):
             pages = {"block_table": step.table, "kv_lens": step.lens, "shared_pages": step.shared}
             out = tatten.decode_attention(query[:, :, None], keys, values, **pages, **self.options)[:, :, 0]
         else:
-            out = tatten.paged_attention(query, keys, values, step.table, step.starts, step.lens, **self.options)
+            mixed = (step.table, step.starts, step.lens)
+            out = tatten.paged_attention(query, keys, values, *mixed, shared_pages=step.shared, **self.options)
         output[: step.tokens] = out
         return output

@@ -222,7 +222,7 @@ def test_steps(kind: str, heads_first: bool, dtype: torch.dtype, example: Any) -
 def test_shared_pages_once_a_step(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are found in `build`, for all layers, and are where a captured graph reads them."""
     finds, used = [], []
-    find, attend = tatten.shared_pages, tatten.decode_attention
+    find, attend, attend_mixed = tatten.shared_pages, tatten.decode_attention, tatten.paged_attention
 
     def finding(*args: Any, **kwargs: Any) -> Any:
         found = find(*args, **kwargs)
@@ -231,23 +231,24 @@ def test_shared_pages_once_a_step(example: Any, monkeypatch: pytest.MonkeyPatch)
 
     def attending(*args: Any, **kwargs: Any) -> Any:
         used.append(kwargs["shared_pages"])
-        return attend(*args, **kwargs)
+        return (attend if "kv_lens" in kwargs else attend_mixed)(*args, **kwargs)
 
     monkeypatch.setattr(tatten, "shared_pages", finding)
     monkeypatch.setattr(tatten, "decode_attention", attending)
+    monkeypatch.setattr(tatten, "paged_attention", attending)
     engine = Engine(example, torch.float32, True, None)
     first = engine.admit()
     engine.step({first: 140})
-    assert not finds
     second, third = engine.admit(first, shared=8), engine.admit()
-    engine.step({second: 7, third: 20})
-    kept = [engine.step(dict.fromkeys(rows, 1)).shared for rows in ([first, second], [third, first], [second, first])]
-    assert len(finds) == len(used) == 3
-    assert kept[0] is kept[1] is kept[2]
-    assert all(x is kept[0] for x in used)
-    assert [bool(data[ENTRY_STOPS].any()) for data in finds] == [True, False, True]
-    assert torch.equal(kept[0].data, finds[2])
-    assert engine.step({first: 1, second: 1, third: 1}).shared is not kept[0]
+    steps = [{second: 7, third: 20}, *(dict.fromkeys(rows, 1) for rows in ([first, second], [third, first]))]
+    kept = [engine.step(step).shared for step in [*steps, {second: 1, first: 1}]]
+    assert len(finds) == len(used) == 5
+    assert all(x is kept[0] for x in kept + used[1:])
+    assert [bool(data[ENTRY_STOPS].any()) for data in finds] == [False, False, True, False, True]
+    assert torch.equal(kept[0].data, finds[4])
+    beside_a_chunk = engine.step({first: 1, second: 1, third: 30})
+    assert beside_a_chunk.shared is used[5] is not kept[0]
+    assert finds[5][ENTRY_STOPS].any()
 
 
 def test_no_search_under_a_window(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
