@@ -9,7 +9,7 @@
 others read pages of a pool in random order, K and V apart, by a block table. `fa3 16` and the others are
 FlashAttention-3 on the same pages, from vLLM's wheel (benchmarks/support/peers.py), with the number of splits that it
 chooses. On a CPU `gathered 16` and `gathered 64` are `index_select` of pages and SDPA with a mask of the lengths, as it
-is written without tatten.
+is written without tatten, and `inductor 16` is `gathered 16` compiled by Inductor. Section `short` has ragged lengths.
 
 On a GPU each candidate is a captured CUDA graph of several calls, which cycle through block tables, and copies of K and
 V, that the L2 cannot hold. Before it is timed, it is checked against float64 on some sequences. The candidates take
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import torch
@@ -37,7 +37,7 @@ import tatten
 from tatten.ops.reference import decode_attention_reference
 
 PAGES = (16, 64, 256, 1)
-ON_CPU = "gathered", "short"  # sections in bfloat16 and float32
+ON_CPU = "gathered", "short"  # sections of a CPU alone, in bfloat16 and float32
 GATHERED, SLOWER = (16, 64), 1.8  # the pages of `gathered`, and how much longer than the op it takes at least
 MOST = {1: 1.10}  # times the dense op; other pages: 1.03
 BESIDE_FA3 = {"nine": 1.0, "ragged": 0.95}  # times its time
@@ -94,6 +94,8 @@ def candidates(p: Problem) -> dict[str, Attend]:
         functions |= {f"fa3 {page}": _fa3(p, page) for page in PAGES}
     if not p.q.is_cuda:
         functions |= {f"gathered {page}": _gathered(p, page) for page in GATHERED}
+    if s.section == "short":
+        functions["inductor 16"] = _gathered(p, 16, compiled=True)
     return functions
 
 
@@ -108,17 +110,18 @@ def _fa3(p: Problem, page: int) -> Attend:
     return attend
 
 
-def _gathered(p: Problem, page: int) -> Attend:
-    tables, pools = p.tables(page).clamp(min=0), p.pools(page)
+def _gather_and_attend(query: Tensor, table: Tensor, pools: Sequence[Tensor], mask: Tensor) -> Tensor:
+    gathered = (x.index_select(0, table.flatten()).view(len(table), -1, *x.shape[2:]).transpose(1, 2) for x in pools)
+    return F.scaled_dot_product_attention(query, *gathered, attn_mask=mask, enable_gqa=True)
+
+
+def _gathered(p: Problem, page: int, compiled: bool = False) -> Attend:
+    tables, pools, attend = p.tables(page).clamp(min=0), p.pools(page), _gather_and_attend
     mask = torch.arange(tables.shape[2] * page) < p.lens[:, None, None, None]
-
-    def attend(q: Tensor, i: int) -> Tensor:
-        key, value = (x.index_select(0, tables[i].flatten()).view(p.shape.batch, -1, *x.shape[2:]) for x in pools)
-        return F.scaled_dot_product_attention(
-            q, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask, enable_gqa=True
-        )
-
-    return attend
+    if compiled:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, dynamic=False)
+    return lambda q, i: attend(q, tables[i], pools, mask)
 
 
 def error(p: Problem, name: str, out: Tensor, copy: int) -> float:
@@ -187,6 +190,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--section", nargs="*", default=["nine", "ragged"], choices=["nine", "ragged", *ON_CPU])
     args = parser.parse_args()
+    if args.device == "cuda" and (here := [x for x in args.section if x in ON_CPU]):
+        parser.error(f"section {here[0]} is for --device cpu, got --device cuda")
     torch.manual_seed(0)
     device, rate = args.device, read_rate(args.device)
     print(f"{machine(device)}, reads {rate / 1e12:.3f} TB/s")
@@ -209,10 +214,9 @@ def main() -> None:
                 print(f"{shape.batch:4} {shape.q_heads:3}/{shape.kv_heads:<3} {shape.name:>21}  {cells}", flush=True)
                 if device == "cuda":
                     torch.cuda.empty_cache()
-    figures = bars(rows)
+    figures = bars(rows) if device == "cuda" else {}
     for what, (figure, bound) in figures.items():
-        verdict = f", at most {bound:.2f} is asked for: {'yes' if figure <= bound else 'NO'}" * (device == "cuda")
-        print(f"  {what}: {figure:.3f}{verdict}")
+        print(f"  {what}: {figure:.3f}, at most {bound:.2f} is asked for: {'yes' if figure <= bound else 'NO'}")
     for row, page in itertools.product((x for x in rows if x["section"] == "gathered"), GATHERED):
         times = row["us"][f"gathered {page}"] / row["us"][f"page {page}"]
         line = f"index_select and SDPA, {row['dtype']}, pages of {page}: {times:.2f} times as long as the op"

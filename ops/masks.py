@@ -61,6 +61,10 @@ class Span(NamedTuple):
     def empty(self) -> bool:
         return self.start == self.stop
 
+    def n_pages(self, page: int) -> int:
+        """Return the number of pages, of `page` keys each, that hold the span."""
+        return ceil_div(self.stop, page) - self.start // page
+
 
 class KeySpans(BlockMask):
     """A `BlockMask` on a CPU: `data` is `[rows, 3]`, a `Span` in each row. Its columns are `[rows]`."""

@@ -52,7 +52,7 @@ class Rates:
         if in_pages and self.pages is not None:
             numbers_per_us = self.pages.narrow_numbers_per_us if itemsize < 4 else numbers_per_us
             call_us = self.pages.call_us
-        return numbers_per_us * itemsize * min(pairs, torch.get_num_threads()), call_us
+        return numbers_per_us * itemsize * _threads(pairs), call_us
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,23 @@ class DecodeRates:
 class PageRates:
     """Rates of `tatten::decode_attention` over pages on a CPU, which copies them: `benchmarks/paged.py`, section short.
 
-    They favour gathers and SDPA. In 16 bits on one core of an EPYC, SDPA's kernel reads 1e3 numbers in a microsecond.
+    They favour gathers that Inductor compiles, and SDPA. On two cores of an EPYC, SDPA's kernel reads 1e3 numbers of
+    bfloat16 in a microsecond on each of them, the op adds 250 to 500 us, and a copy of 4 MiB takes 50 to 210 us.
+    Sequences of unequal lengths share calls.
     """
 
     narrow_numbers_per_us: float  # `DecodeRates.numbers_per_us` in 16 bits
     call_us: float  # of the op beyond the copies and PyTorch's kernel
-    copied_bytes_per_us: float
+    copied_bytes_per_us: float  # by one thread
 
 
 RATES = {  # by type of device; GPUs have tuning modules
-    "cpu": Rates(44e3, 97.0, 1e5, DecodeRates(10e3, 60.0, 30.0), PageRates(4e3, 250.0, 20e3))
+    "cpu": Rates(44e3, 97.0, 1e5, DecodeRates(10e3, 60.0, 30.0), PageRates(2e3, 250.0, 10e3))
 }
+
+
+def _threads(pairs: int) -> int:
+    return min(pairs, torch.get_num_threads())
 
 
 def rates_of(device: torch.device) -> Rates:
@@ -212,7 +218,7 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], de
     saved_us, extra_us = (moved - read) / bytes_per_us, len(keys) * segment_us
     mask, unequal_us = tensor_of(call.attn_mask), 0.0
     if decode and in_pages and rates.pages is not None:
-        extra_us += read / rates.pages.copied_bytes_per_us
+        extra_us += read / (rates.pages.copied_bytes_per_us * _threads(sizes.sequences * (q_heads or 1)))
     elif decode and rates.decode is not None and mask is not None and mask.dim() == 4:
         unequal_us = rates.decode.sequence_us * ((sizes.rows(mask.shape[BATCH]) or 1) - 1)
     assumed = sizes.assumed(lengths)

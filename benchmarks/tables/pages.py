@@ -31,9 +31,11 @@ SHORT: dict[str, Cell | str] = {
     "in order": us("dense", 0),
     "pages of 16": us("page 16", 0),
     "pages of 64": us("page 64", 0),
+    "pages of 256": us("page 256", 0),
     "gathered, 16": us("gathered 16", 0),
     "gathered, 64": us("gathered 64", 0),
-    "pages of 16 to gathered": ratio("page 16", "gathered 16"),
+    "Inductor, 16": us("inductor 16", 0),
+    "pages of 16 to Inductor": ratio("page 16", "inductor 16"),
 }
 GATHERS: dict[str, Cell | str] = {
     "batch": "batch",

@@ -1,8 +1,8 @@
-"""Mixed batches on a CPU: a step of the sequences with the same few queries, then each other sequence over its pages.
+"""Mixed batches on a CPU: a step of the sequences with equally few queries, then each longer sequence over its pages.
 
 More than `FEW` queries without a window take PyTorch's kernel twice: once over the keys before the new tokens, which
-all of them see, and once over the new tokens, with its causal flag. All other calls go through blocks of queries, so
-that no mask has all queries and all keys.
+all of them see, and once over the new tokens, with its causal flag. Longer sequences in other calls go through blocks
+of queries, so that no mask has all queries and all keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tatten.ops.sizes import ceil_div
 from tatten.ops.states import NEG_INF, State, accumulator_dtype, combine_partials
 from tatten.ops.validation import check_batch_invariant
 
-FEW, BLOCK = 16, 64  # the most queries of which sequences attend together, and the queries of a block
+FEW = 16  # sequences with equally many queries, up to this number, share calls
+BLOCK = 64  # queries of a masked call of a longer sequence
 
 
 def paged_attention(call: MixedCall) -> State:
@@ -35,13 +36,14 @@ def paged_attention(call: MixedCall) -> State:
     n_tokens, q_heads, _ = call.query.shape
     out = call.query.new_zeros((n_tokens, q_heads, call.value.shape[3]))
     lse = call.query.new_full((n_tokens, q_heads), NEG_INF, dtype=accumulator_dtype(call.query.dtype))
-    if decodes := [b for b, q_len in enumerate(q_lens) if q_len == 1]:
-        decode_tokens = [starts[b] for b in decodes]
-        out[decode_tokens], lse[decode_tokens] = _attend_decodes(call, starts, decodes)
-    for few in sorted({q_len for q_len in q_lens if 1 < q_len <= FEW}):
+    first = torch.tensor(starts[:-1])
+    for few in sorted({q_len for q_len in q_lens if 0 < q_len <= FEW}):
         sequences = torch.tensor([b for b, q_len in enumerate(q_lens) if q_len == few])
-        places = torch.tensor(starts)[sequences, None] + torch.arange(few)
-        out[places], lse[places] = _attend_few(call, places, sequences)
+        places = first[sequences, None] + torch.arange(few)
+        if few == 1 and call.shared_pages is not None:
+            out[places], lse[places] = _attend_decodes(call, first, sequences)
+        else:
+            out[places], lse[places] = _attend_few(call, places, sequences)
     chunks = [b for b, q_len in enumerate(q_lens) if q_len > FEW]
     first_pages = {b: _first_page(call, q_lens[b], lens[b]) for b in chunks}
     room = room_for(stored, max((ceil_div(lens[b], call.key.shape[1]) - first_pages[b] for b in chunks), default=0))
@@ -53,38 +55,40 @@ def paged_attention(call: MixedCall) -> State:
     return out, lse
 
 
-def _attend_decodes(call: MixedCall, starts: list[int], decodes: list[int]) -> State:
-    """Return the state of the sequences `decodes`, which have one query each, as a decode step computes it.
+def _attend_decodes(call: MixedCall, first: Tensor, sequences: Tensor) -> State:
+    """Return the state of the sequences with one query each, which read shared pages once.
+
+    `shared_pages` numbers the sequences of the whole batch: the others stay in the call, with a length of 0.
+
+    Args:
+        first: int64 `[batch]`: the first query of each sequence.
+        sequences: int64 `[n]`: those with one query.
 
     Returns:
-        `[len(decodes), q_heads, value_dim]` and `[len(decodes), q_heads]`.
+        `[n, 1, q_heads, value_dim]` and `[n, 1, q_heads]`.
     """
-    rows, first = torch.tensor(decodes), torch.tensor(starts[:-1])
-    if call.shared_pages is None:
-        query = call.query[first[rows]].unsqueeze(2)
-        out, lse = decode_attention(call.sequences(query, call.block_table[rows], call.kv_lens[rows]))
-        return out.squeeze(2), lse.squeeze(2)
-    # `shared_pages` numbers the sequences of the whole batch: the others stay in the call, with a length of 0.
     query = call.query[first.clamp(max=call.query.shape[0] - 1)].unsqueeze(2)  # the last ones may have no queries
-    lens = torch.zeros_like(call.kv_lens).index_copy_(0, rows, call.kv_lens[rows])
+    lens = torch.zeros_like(call.kv_lens).index_copy_(0, sequences, call.kv_lens[sequences])
     out, lse = decode_attention(call.sequences(query, call.block_table, lens, call.shared_pages))
-    return out[rows].squeeze(2), lse[rows].squeeze(2)
+    return out[sequences].transpose(1, 2), lse[sequences].transpose(1, 2)
 
 
 def _attend_few(call: MixedCall, tokens: Tensor, sequences: Tensor) -> State:
-    """Return the state of some sequences with the same number of queries.
+    """Return the state of sequences with equally many queries.
 
     Args:
-        tokens: int64 `[sequences, queries]`: the queries.
-        sequences: their sequences.
+        tokens: int64 `[n, queries]`: the queries of each sequence.
+        sequences: int64 `[n]`.
 
     Returns:
-        `[sequences, queries, q_heads, value_dim]` and `[sequences, queries, q_heads]`.
+        `[n, queries, q_heads, value_dim]` and `[n, queries, q_heads]`.
     """
-    table, lens = call.block_table[sequences], call.kv_lens[sequences]
-    every_key = max(1, int(lens.max()))  # as a window, it leaves causal attention
-    causal = call._replace(window=every_key if call.window is None else min(call.window, every_key))
-    out, lse = decode_attention(causal.sequences(call.query[tokens].transpose(1, 2), table, lens))
+    table, lens, window = call.block_table[sequences], call.kv_lens[sequences], call.window
+    if tokens.shape[1] > 1:
+        every_key = max(1, int(lens.max()))  # as a window, it leaves causal attention
+        window = every_key if window is None else min(window, every_key)
+    query = call.query[tokens].transpose(1, 2)
+    out, lse = decode_attention(call._replace(window=window).sequences(query, table, lens))
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 

@@ -11,6 +11,12 @@ from tatten.ops.pages import as_fillable, in_order
 Room = dict[Tensor, Tensor]  # memory for copies of pages, by pool
 
 
+def page_bytes(stored: KeyValue) -> int:
+    """Return the bytes of the keys and values in a page."""
+    _, kv_heads, page, head_dim = stored.key.shape
+    return page * kv_heads * (head_dim + stored.value.shape[3]) * stored.key.element_size()
+
+
 def room_for(stored: KeyValue, pages: int) -> Room:
     """Return memory for this number of pages of each pool."""
     operands = stored.key, stored.value, stored.key_scale, stored.value_scale, stored.rope
@@ -39,7 +45,7 @@ def copy_pages(stored: KeyValue, pages: Tensor, named: Tensor, keys: slice, room
     return in_order(stored, copied)._replace(attn_mask=None, kv_lens=None)
 
 
-def copy_batch(stored: KeyValue, pages: Tensor, room: Room) -> KeyValue:
+def copy_sequences(stored: KeyValue, pages: Tensor, room: Room) -> KeyValue:
     """Copy the pages of several sequences to `room`, without a mask. The copy is valid until the next one.
 
     Args:

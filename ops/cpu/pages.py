@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tatten.ops.call import Attend, AttentionCall, KeyValue
 from tatten.ops.cpu import thresholds
-from tatten.ops.cpu.page_batches import batches_of, call_of_batch, n_pages_of
-from tatten.ops.cpu.page_copies import Room, copy_pages, room_for
+from tatten.ops.cpu.page_copies import Room, copy_pages, page_bytes, room_for
+from tatten.ops.cpu.page_joins import call_of_join, joins_of
 from tatten.ops.cpu.shared_pages import Group, choose_groups, merge_groups
 from tatten.ops.layout import squeeze_broadcast
 from tatten.ops.masks import Span
@@ -32,50 +32,32 @@ def attend_pages(call: AttentionCall, attend: Attend) -> State:
     """
     (stored,), (spans, groups) = call.segments, _own_parts(call, _spans(call))
     page, group_spans = stored.key.shape[2], [Span(x.start, x.stop, full=False) for x in groups]
-    n_pages = [n_pages_of(span, page) for span in spans]
-    tile = max(n_pages)
-    if not _at_once(call):
-        tile = min(tile, _pages_in_the_cache(stored))
-    batches = _batches(call, spans, n_pages)
-    padded = [len(batch) * max(n_pages[b] for b in batch) for batch in batches if len(batch) > 1]
-    room = room_for(stored, max([tile, *padded, *(n_pages_of(span, page) for span in group_spans)]))
-
-    def attend_each(batch: list[int]) -> Iterator[State]:
-        for b in batch:
+    n_pages, most_pages = [span.n_pages(page) for span in spans], _pages_in_the_cache(stored)
+    tile = max(n_pages) if _at_once(call) else min(max(n_pages), most_pages)
+    joins = joins_of(call, spans, n_pages, most_pages)
+    padded = [join.padded(n_pages) for join in joins if len(join.sequences) > 1]
+    room = room_for(stored, max([tile, *padded, *(span.n_pages(page) for span in group_spans)]))
+    states: list[State] = []
+    for join in joins:
+        joint = call_of_join(call, join, spans, room) if len(join.sequences) > 1 else None
+        if joint is not None:
+            states.append(attend(joint))
+            continue
+        for b in join.sequences:
             sequence_call = _sequence(call, b)
             parts = [attend(sequence_call._replace(segments=(keys,))) for keys in _tiles(call, b, spans[b], tile, room)]
-            yield combine_partials(*zip(*parts, strict=True))
-
-    states: list[State] = []
-    for batch in batches:
-        joined = call_of_batch(call, batch, spans, room) if len(batch) > 1 else None
-        states += attend_each(batch) if joined is None else [attend(joined)]
+            states.append(combine_partials(*zip(*parts, strict=True)))
     out, lse = (torch.cat(x) for x in zip(*states, strict=True))
-    if (sequences := [b for batch in batches for b in batch]) != list(range(len(spans))):
+    sequences = [b for join in joins for b in join.sequences]
+    if sequences != list(range(len(spans))):
         out, lse = _spread(out, lse, sequences, len(spans))
     if not groups:
         return out, lse
     shared_keys = (
-        (x, next(_tiles(call, x.leader, span, n_pages_of(span, page), room)))
+        (x, next(_tiles(call, x.leader, span, span.n_pages(page), room)))
         for x, span in zip(groups, group_spans, strict=True)
     )
     return merge_groups(call, out, lse, shared_keys, attend)
-
-
-def _batches(call: AttentionCall, spans: list[Span], n_pages: list[int]) -> list[list[int]]:
-    """Put the sequences that have keys into batches: short ones together, and each of the others alone.
-
-    Lengths and the window exclude all other keys of a batch, so each span begins with a page, or where its window does.
-    The columns of a mask are those of keys from the first page on.
-    """
-    (stored,), page = call.segments, call.segments[0].key.shape[2]
-    # One call at least gives the state its dtype.
-    with_keys = [b for b, span in enumerate(spans) if span.start < span.stop] or [0]
-    masked = stored.attn_mask is not None and not all(spans[b].full for b in with_keys)
-    aligned = all(spans[b].start // page == 0 if masked else spans[b].start % page == 0 for b in with_keys)
-    if call.latent or call.batch_invariant or not (aligned or (call.window is not None and not masked)):
-        return [[b] for b in with_keys]
-    return list(batches_of(with_keys, n_pages, _pages_in_the_cache(stored), _page_bytes(stored)))
 
 
 def _own_parts(call: AttentionCall, spans: list[Span]) -> tuple[list[Span], list[Group]]:
@@ -124,12 +106,7 @@ def _at_once(call: AttentionCall) -> bool:
 
 
 def _pages_in_the_cache(stored: KeyValue) -> int:
-    return max(1, thresholds.CPU.block_bytes * torch.get_num_threads() // _page_bytes(stored))
-
-
-def _page_bytes(stored: KeyValue) -> int:
-    _, kv_heads, page, head_dim = stored.key.shape
-    return page * kv_heads * (head_dim + stored.value.shape[3]) * stored.key.element_size()
+    return max(1, thresholds.CPU.block_bytes * torch.get_num_threads() // page_bytes(stored))
 
 
 def _tiles(call: AttentionCall, b: int, span: Span, most: int, room: Room) -> Iterator[KeyValue]:

@@ -80,7 +80,9 @@ def seen_keys(inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **variant
 
 CHUNKS = [  # the numbers of queries of 6 sequences: where the chunk is the leader, in the middle, or absent
     [20, 1, 1, 1, 1, 1],
+    [5, 1, 1, 1, 1, 1],
     [1, 1, 0, 20, 1, 1],
+    [1, 5, 0, 20, 5, 1],
     [1] * 6,
 ]
 
@@ -89,9 +91,10 @@ CHUNKS = [  # the numbers of queries of 6 sequences: where the chunk is the lead
 def test_decode_steps_read_a_shared_page_once(q_lens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     tables = made(random.Random(0), [[0, 1, 2, 3 + b] for b in range(6)], [200 + b for b in range(6)], 64, 10)
     inputs, decodes = mixed_inputs(tables, q_lens), [b for b in range(6) if q_lens[b] == 1]
-    assert seen_keys(inputs, monkeypatch) == sum(200 + b for b in decodes)
+    few = sum(200 + b for b in range(6) if q_lens[b] == 5)  # keys of sequences that read all of their pages themselves
+    assert seen_keys(inputs, monkeypatch) == few + sum(200 + b for b in decodes)
     shared = shared_of(tables)
-    assert seen_keys(inputs, monkeypatch, shared_pages=shared) == 128 + sum(72 + b for b in decodes)
+    assert seen_keys(inputs, monkeypatch, shared_pages=shared) == few + 128 + sum(72 + b for b in decodes)
     got = tatten.paged_attention(**inputs, shared_pages=shared, return_lse=True)
     assert_same(got, paged_attention_reference(**inputs))
 

@@ -8,9 +8,9 @@ from graphs import capture, run_rewritten
 from page_forms import FORMS, HKV, OP, PAGE, D, N, P, S, attend, in_order, inputs, paged, step
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tatten.passes import Rewritten, cost, rewrite
+from tatten.passes import Declined, Rewritten, cost, rewrite
 
-CPU_RATES = cost.RATES["cpu"]  # which tests/conftest.py replaces in each test
+CPU_RATES = cost.RATES["cpu"]  # tests/conftest.py replaces the rates in each test
 
 
 @pytest.mark.drawn(9)
@@ -252,13 +252,26 @@ def test_a_gpu_without_a_mask_gathers_few_keys(monkeypatch: pytest.MonkeyPatch) 
         assert ["block_table" in x.kwargs for x in ops] == [True] * is_paged
 
 
+def read_on_a_cpu(
+    dtype: torch.dtype, batch: int, heads: tuple[int, int], columns: int, dim: int
+) -> Declined | Rewritten:
+    """The finding for a gather of pages of 16."""
+    q_heads, kv_heads = heads
+    pools = torch.empty(2, batch * columns + 1, 16, kv_heads, dim, dtype=dtype)
+    table = torch.arange(batch * columns, dtype=torch.int32).view(batch, columns)
+    mask = torch.ones(batch, 1, 1, 16 * columns, dtype=torch.bool)
+    query = torch.empty(batch, q_heads, 1, dim, dtype=dtype)
+    (finding,) = rewrite(capture(step(FORMS["pool[table]"]), query, *pools, table, mask)).findings
+    return finding
+
+
 @pytest.mark.parametrize(
     ("dtype", "batch", "columns", "estimate"),
     [
         (torch.float32, 8, 32, "262 us saved by reading 4194304 instead of moving 25165824 bytes, about 460 us more"),
         (torch.float32, 64, 32, None),
-        (torch.bfloat16, 8, 32, "262 us saved by reading 2097152 instead of moving 6291456 bytes, about 355 us more"),
-        (torch.bfloat16, 32, 32, None),
+        (torch.bfloat16, 8, 8, "131 us saved by reading 524288 instead of moving 1572864 bytes, about 276 us more"),
+        (torch.bfloat16, 8, 32, None),
     ],
 )
 def test_a_cpu_gathers_short_sequences(
@@ -267,16 +280,22 @@ def test_a_cpu_gathers_short_sequences(
     """The op copies pages, and has a cost of its own. The reads that it saves must be worth both."""
     monkeypatch.setitem(cost.RATES, "cpu", CPU_RATES)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    pools = torch.empty(2, batch * columns + 1, 16, 2, 64, dtype=dtype)
-    table = torch.arange(batch * columns, dtype=torch.int32).view(batch, columns)
-    mask = torch.ones(batch, 1, 1, 16 * columns, dtype=torch.bool)
-    gm = capture(step(FORMS["pool[table]"]), torch.empty(batch, 8, 1, 64, dtype=dtype), *pools, table, mask)
-    (finding,) = rewrite(gm).findings
+    finding = read_on_a_cpu(dtype, batch, (8, 2), columns, 64)
     if estimate is None:
         assert isinstance(finding, Rewritten)
     else:
         assert finding.decline.reason == "small"
         assert estimate in finding.decline.detail
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2, 4, 8, 16])
+def test_any_cpu_reads_long_sequences_in_pages(
+    dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cost.RATES, "cpu", CPU_RATES)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert isinstance(read_on_a_cpu(dtype, 8, (32, 8), 256, 128), Rewritten)
 
 
 def test_what_is_no_table_gets_no_remark() -> None:

@@ -14,7 +14,7 @@ from paged_calls import make_pools
 from torch import Tensor
 
 import tatten
-from tatten.ops.cpu import page_batches, page_copies
+from tatten.ops.cpu import page_copies, page_joins
 from tatten.ops.cpu import pages as pages_on_cpu
 from tatten.ops.page_runs import (
     BEGINS,
@@ -194,7 +194,7 @@ def assert_same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], toleran
 def keys_copied(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> list[int]:
     """Return the keys of each copy of a sequence's pages that decode steps make, from the first page's first key on."""
     copied: list[int] = []
-    copy, join = page_copies.copy_pages, page_batches.call_of_batch
+    copy, join = page_copies.copy_pages, page_joins.call_of_join
 
     def counted(stored: Any, pages: Tensor, named: Tensor, keys: slice, room: Any) -> Any:
         copied.append(keys.stop)
@@ -207,7 +207,7 @@ def keys_copied(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> list
 
     with monkeypatch.context() as patch:
         patch.setattr(pages_on_cpu, "copy_pages", counted)
-        patch.setattr(pages_on_cpu, "call_of_batch", joined)
+        patch.setattr(pages_on_cpu, "call_of_join", joined)
         run()
     return copied
 

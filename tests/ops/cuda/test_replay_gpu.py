@@ -83,14 +83,14 @@ def masked(dtype: torch.dtype, mask: Tensor, dims: tuple[int, int] = (64, 64), q
 
 
 def with_other_entries(table: Tensor, unread: Tensor, share: float, n_pages: int) -> Tensor:
-    """A table with anything in its `unread` entries, and numbers of no page in a `share` of the others.
+    """A table with random numbers in its `unread` entries, and numbers of no page in a `share` of the others.
 
-    Few of the random numbers are those of a page, whose keys may be NaN.
+    A random number that happens to name a page becomes -1 there: the page may be NaN.
     """
-    anything = (rand(*table.shape) * 2**31).long() - 1
-    no_page = torch.where((anything >= 0) & (anything < n_pages), -1, anything)
+    numbers = (rand(*table.shape) * 2**31).long() - 1
+    no_page = torch.where((numbers >= 0) & (numbers < n_pages), -1, numbers)
     table = torch.where(rand(*table.shape) < share, no_page, table)
-    return torch.where(unread, anything, table)
+    return torch.where(unread, numbers, table)
 
 
 def pages(page: int, dtype: torch.dtype = torch.bfloat16, q_len: int = 1, **extras: Any) -> Call:

@@ -94,19 +94,21 @@ def test_a_late_reset_of_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy GPU, inputs may be reset after those of the first batch were copied and before they are read."""
     pair, inputs = input_outputs.HostDeviceIOPair, input_outputs.ContinuousBatchingAsyncIOs
     reset, get_model_kwargs = pair.reset, inputs.get_model_kwargs
-    second = 2_000_000_000  # cycles
-    delays = [second]
+    second = 2_000_000_000  # about its cycles
+    delays, resets = [second], []
 
     @functools.wraps(reset)  # for the check of transformers' code
     def late_reset(self: Any) -> None:
         torch.cuda._sleep(second // 5)
+        resets.append(self)
         reset(self)
 
     @functools.wraps(get_model_kwargs)
     def late_first_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         batch = get_model_kwargs(self, *args, **kwargs)
         with torch.cuda.stream(self.compute_stream):
-            torch.cuda._sleep(delays.pop() if delays else 1)
+            if delays:
+                torch.cuda._sleep(delays.pop())
         return batch
 
     model, ids = on_gpu("llama", torch.bfloat16), prompts(LENGTHS, common=60)
@@ -120,10 +122,12 @@ def test_a_late_reset_of_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
             manager.start()
             requests = manager.add_requests(ids, max_new_tokens=NEW)
             results = [manager.get_result(timeout=60) for _ in ids]
-            manager.stop(block=True, keep_for_next_session=True)
+            manager.stop(block=True, keep_for_next_session=session == 0)
+            assert None not in results
             tokens = {result.request_id: result.generated_tokens for result in results}
             for prompt, request in zip(ids, requests, strict=True):
                 check_greedy(model, prompt, tokens[request])
+    assert len(resets) == 2
     assert not delays
 
 
