@@ -25,7 +25,7 @@ COARSE_LSE = 4096.0
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a 4-D mask to the form that the flash kernel takes: additive, and dense in its last dimension."""
     if mask.dtype == torch.bool:
-        mask = torch.where(mask, 0.0, NEG_INF)
+        mask = torch.where(mask, 0.0, NEG_INF).to(accumulator_dtype(dtype))  # `where` gives the default dtype
     if dtype == torch.float64:  # the kernel takes float32 masks with lower precision, but misreads them with float64
         mask = mask.double()
     return mask if mask.stride(3) == 1 else mask.contiguous()

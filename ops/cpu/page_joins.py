@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from tatten.ops.call import AttentionCall
+from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cpu import thresholds
 from tatten.ops.cpu.page_copies import Room, copy_sequences, page_bytes
 from tatten.ops.layout import squeeze_broadcast
@@ -30,57 +30,65 @@ class Join(NamedTuple):
     masked: bool = False
 
     def padded(self, n_pages: Sequence[int]) -> int:
-        """Return the number of pages of the call: each sequence counts as the longest one."""
+        """Return the number of pages of the call: each sequence counts as the one with most pages, of `n_pages`."""
         return len(self.sequences) * max(n_pages[b] for b in self.sequences)
 
 
-def joins_of(call: AttentionCall, spans: list[Span], n_pages: Sequence[int], most_pages: int) -> list[Join]:
+def joins_of(call: AttentionCall, spans: list[Span], most_pages: int) -> list[Join]:
     """Put sequences that have keys into joins: short ones of similar length together.
 
     A join without the mask has spans that begin with a page, or with a window. The columns of a mask are those of keys
-    from the first page on, so the spans of a masked join begin in that page.
+    from the first page on, so the spans of a masked join begin in that page. Calls with many queries compute more than
+    they read, and are not joined.
 
     Args:
         call: the call.
         spans: the keys of each sequence.
-        n_pages: the number of pages of each span.
         most_pages: the most pages of a join of two sequences or more, padding included.
     """
     (stored,), page = call.segments, call.segments[0].key.shape[2]
     # One call at least gives the state its dtype.
     with_keys = [b for b, span in enumerate(spans) if span.start < span.stop] or [0]
-    if call.latent or call.batch_invariant:
+    _, q_heads, q_len, _ = call.query.shape
+    if call.latent or call.batch_invariant or q_heads // stored.key.shape[1] * q_len >= thresholds.CPU.packed_rows:
         return [Join([b]) for b in with_keys]
     plain, masked, alone = [], [], []
     for b in with_keys:
-        span, first_page = spans[b], spans[b].start // page
+        span, in_first_page = spans[b], spans[b].start < page
         needs_mask = stored.attn_mask is not None and not (span.full and span.start % page == 0)
         if not needs_mask and (call.window is not None or span.start % page == 0):
             plain.append(b)
-        elif needs_mask and first_page == 0:
+        elif needs_mask and in_first_page:
             masked.append(b)
         else:
             alone.append(b)
     joins = [Join([b]) for b in alone]
     for sequences, is_masked in ((plain, False), (masked, True)):
-        joins += [Join(x, is_masked) for x in _similar(sequences, n_pages, most_pages, page_bytes(stored))]
+        joins += [Join(x, is_masked) for x in _similar(sequences, spans, stored, most_pages)]
     return joins
 
 
-def _similar(sequences: list[int], n_pages: Sequence[int], most_pages: int, bytes_of_page: int) -> Iterator[list[int]]:
-    """Divide sequences into lists of similar length, so that padding costs less than calls of their own."""
+def _similar(sequences: list[int], spans: list[Span], stored: KeyValue, most_pages: int) -> Iterator[list[int]]:
+    """Divide sequences into lists of similar length, in which keys of no span cost less than calls of their own."""
+    page, bytes_of_key = stored.key.shape[2], page_bytes(stored) // stored.key.shape[2]
     together: list[int] = []
     used = 0
-    for b in sorted(sequences, key=n_pages.__getitem__):
-        padded = (len(together) + 1) * n_pages[b]
-        wasted = (padded - used - n_pages[b]) * bytes_of_page
-        if together and (padded > most_pages or wasted > (len(together) + 1) * thresholds.CPU.run_bytes):
+    for b in sorted(sequences, key=lambda b: _end(spans[b], page)):
+        n, used = len(together) + 1, used + spans[b].stop - spans[b].start
+        wasted = n * _end(spans[b], page) - used
+        if together and (
+            n * spans[b].n_pages(page) > most_pages or wasted * bytes_of_key > n * thresholds.CPU.run_bytes
+        ):
             yield together
-            together, used = [], 0
+            together, used = [], spans[b].stop - spans[b].start
         together.append(b)
-        used += n_pages[b]
     if together:
         yield together
+
+
+def _end(span: Span, page: int) -> int:
+    """Return the end of a span, counted from the beginning of its first page."""
+    return span.stop - span.start // page * page
 
 
 def call_of_join(call: AttentionCall, join: Join, spans: list[Span], room: Room) -> AttentionCall | None:
@@ -105,5 +113,5 @@ def call_of_join(call: AttentionCall, join: Join, spans: list[Span], room: Room)
     if mask is not None and join.masked:
         mask = squeeze_broadcast(mask.expand(*mask.shape[:-1], stored.kv_len))[..., : copies.key.shape[2]]
         copies = copies._replace(attn_mask=mask[rows] if mask.shape[0] > 1 else mask)
-    lens = torch.tensor([span.stop - span.start // page * page for span in joined])
+    lens = torch.tensor([_end(span, page) for span in joined])
     return call._replace(query=call.query[rows], segments=(copies._replace(kv_lens=lens),), sinks=None)

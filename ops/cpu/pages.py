@@ -34,7 +34,7 @@ def attend_pages(call: AttentionCall, attend: Attend) -> State:
     page, group_spans = stored.key.shape[2], [Span(x.start, x.stop, full=False) for x in groups]
     n_pages, most_pages = [span.n_pages(page) for span in spans], _pages_in_the_cache(stored)
     tile = max(n_pages) if _at_once(call) else min(max(n_pages), most_pages)
-    joins = joins_of(call, spans, n_pages, most_pages)
+    joins = joins_of(call, spans, most_pages)
     padded = [join.padded(n_pages) for join in joins if len(join.sequences) > 1]
     room = room_for(stored, max([tile, *padded, *(span.n_pages(page) for span in group_spans)]))
     states: list[State] = []

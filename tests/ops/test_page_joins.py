@@ -172,22 +172,44 @@ def test_mixed_batches_join_sequences_with_equally_few_queries(joined: list[int 
     assert joined == [2, 2, 2]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("q_len, joins", [(31, [7]), (32, [])])
+def test_calls_with_many_queries_take_one_sequence_at_a_time(q_len: int, joins: list[int], joined: list[int]) -> None:
+    inputs = clean(paged(4, LENS, 10, q_len=q_len))
+    assert_same(attend(**inputs), one_by_one(inputs))
+    assert joined == joins
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_default_dtype(dtype: torch.dtype, default: torch.dtype, joined: list[int]) -> None:
+    inputs = clean(paged(4, LENS, 10))
+    inputs |= {name: inputs[name].to(dtype) for name in ("query", "key", "value")}
+    want = attend(**inputs)
+    torch.set_default_dtype(default)
+    try:
+        got = attend(**inputs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert joined == [7, 7]
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(40))
 def test_joins(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sequence is in one join, and none of several exceeds the cache or wastes more than its calls cost."""
     rng = random.Random(seed)
-    n_pages = [rng.choice((1, 2, 5, rng.randint(0, 60))) for _ in range(rng.randint(1, 40))]
+    stops = [rng.choice((16, 32, 80, rng.randint(0, 960))) for _ in range(rng.randint(1, 40))]
+    window = rng.choice((None, 10, 200))
+    spans = [Span(0 if window is None else max(0, n - window), n, full=False) for n in stops]
     most = rng.randint(1, 200)
     monkeypatch.setattr(thresholds.CPU, "run_bytes", rng.choice((0, 4096, 1 << 18)))
-    pools = torch.empty(2, 1, 2, 16, 8)
-    stored = KeyValue(*pools, block_table=torch.zeros(len(n_pages), 60, dtype=torch.int32))
-    call = AttentionCall(DECODE, torch.empty(len(n_pages), 2, 1, 8), (stored,))
-    joins = joins_of(call, [Span(0, 16 * n, full=False) for n in n_pages], n_pages, most)
-    with_keys = [b for b, n in enumerate(n_pages) if n] or [0]
-    assert sorted(b for join in joins for b in join.sequences) == with_keys
-    page_bytes = 2 * 2 * 16 * 8 * 4
+    stored = KeyValue(*torch.empty(2, 1, 2, 16, 8), block_table=torch.zeros(len(stops), 60, dtype=torch.int32))
+    call = AttentionCall(DECODE, torch.empty(len(stops), 2, 1, 8), (stored,), window=window)
+    joins = joins_of(call, spans, most)
+    assert sorted(b for join in joins for b in join.sequences) == ([b for b, n in enumerate(stops) if n] or [0])
+    n_pages, key_bytes = [span.n_pages(16) for span in spans], 2 * 2 * 8 * 4
     for join in (x for x in joins if len(x.sequences) > 1):
-        padded = len(join.sequences) * max(n_pages[b] for b in join.sequences)
-        assert join.padded(n_pages) == padded <= most
-        wasted = padded - sum(n_pages[b] for b in join.sequences)
-        assert wasted * page_bytes <= len(join.sequences) * thresholds.CPU.run_bytes
+        assert join.padded(n_pages) == len(join.sequences) * max(n_pages[b] for b in join.sequences) <= most
+        columns = max(spans[b].stop - spans[b].start // 16 * 16 for b in join.sequences)
+        wasted = len(join.sequences) * columns - sum(spans[b].stop - spans[b].start for b in join.sequences)
+        assert wasted * key_bytes <= len(join.sequences) * thresholds.CPU.run_bytes
