@@ -37,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _no_old_graphs() -> None:
-    """A CUDA graph of an earlier test that is freed while another one is captured aborts the process."""
+    """Graphs and memory pools of an earlier test that are freed while another one warms up or captures can abort."""
     gc.collect()
 
 
