@@ -1,8 +1,8 @@
-"""Mixed batches on a CPU: a step of the sequences with equally few queries, then each longer sequence over its pages.
+"""Mixed batches on a CPU: a step of the sequences with equally few queries, then each other sequence over its pages.
 
 More than `FEW` queries without a window take PyTorch's kernel twice: once over the keys before the new tokens, which
-all of them see, and once over the new tokens, with its causal flag. Longer sequences in other calls go through blocks
-of queries, so that no mask has all queries and all keys.
+all of them see, and once over the new tokens, with its causal flag. Other sequences go through blocks of queries, so
+that no mask has all queries and all keys.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from tatten.ops.call import DECODE, AttentionCall, KeyValue
 from tatten.ops.cpu.attention import decode_attention, merge_sinks, upcast
 from tatten.ops.cpu.page_copies import Room, copy_pages, keys_between, room_for
+from tatten.ops.cpu.page_joins import gains
 from tatten.ops.many_queries import attend_many, unsupported_reason
 from tatten.ops.mixed_batch import MixedCall, check_mixed, read_lengths
 from tatten.ops.pages import named_pages
@@ -23,7 +24,7 @@ from tatten.ops.states import NEG_INF, State, accumulator_dtype, combine_partial
 from tatten.ops.validation import check_batch_invariant
 
 FEW = 16  # sequences with equally many queries, up to this number, share calls
-BLOCK = 64  # queries of a masked call of a longer sequence
+BLOCK = 64  # queries of a masked call of another sequence
 
 
 def paged_attention(call: MixedCall) -> State:
@@ -37,14 +38,16 @@ def paged_attention(call: MixedCall) -> State:
     out = call.query.new_zeros((n_tokens, q_heads, call.value.shape[3]))
     lse = call.query.new_full((n_tokens, q_heads), NEG_INF, dtype=accumulator_dtype(call.query.dtype))
     first = torch.tensor(starts[:-1])
-    for few in sorted({q_len for q_len in q_lens if 0 < q_len <= FEW}):
+    kv_heads = call.key.shape[2]
+    together = {n for n in q_lens if n == 1 or (1 < n <= FEW and gains(q_heads, kv_heads, n))}
+    for few in sorted(together):
         sequences = torch.tensor([b for b, q_len in enumerate(q_lens) if q_len == few])
         places = first[sequences, None] + torch.arange(few)
         if few == 1 and call.shared_pages is not None:
             out[places], lse[places] = _attend_decodes(call, first, sequences)
         else:
             out[places], lse[places] = _attend_few(call, places, sequences)
-    chunks = [b for b, q_len in enumerate(q_lens) if q_len > FEW]
+    chunks = [b for b, q_len in enumerate(q_lens) if q_len > 0 and q_len not in together]
     first_pages = {b: _first_page(call, q_lens[b], lens[b]) for b in chunks}
     room = room_for(stored, max((ceil_div(lens[b], call.key.shape[1]) - first_pages[b] for b in chunks), default=0))
     for b in chunks:
@@ -98,7 +101,7 @@ def _first_page(call: MixedCall, q_len: int, length: int) -> int:
 
 
 def _attend_sequence(call: MixedCall, query: Tensor, stored: KeyValue) -> State:
-    """Return the state `[1, q_heads, queries, value_dim]` of a sequence's queries, more than `FEW`."""
+    """Return the state `[1, q_heads, queries, value_dim]` of a sequence's queries, two or more."""
     query = query.transpose(0, 1)[None]
     q_len = query.shape[2]
     kv_len = stored.key.shape[2]

@@ -34,12 +34,16 @@ class Join(NamedTuple):
         return len(self.sequences) * max(n_pages[b] for b in self.sequences)
 
 
+def gains(q_heads: int, kv_heads: int, q_len: int) -> bool:
+    """Return True if sequences gain by a joint call. Calls of many queries compute more than they read."""
+    return q_heads // kv_heads * q_len < thresholds.CPU.packed_rows
+
+
 def joins_of(call: AttentionCall, spans: list[Span], most_pages: int) -> list[Join]:
     """Put sequences that have keys into joins: short ones of similar length together.
 
     A join without the mask has spans that begin with a page, or with a window. The columns of a mask are those of keys
-    from the first page on, so the spans of a masked join begin in that page. Calls with many queries compute more than
-    they read, and are not joined.
+    from the first page on, so the spans of a masked join begin in that page.
 
     Args:
         call: the call.
@@ -50,13 +54,16 @@ def joins_of(call: AttentionCall, spans: list[Span], most_pages: int) -> list[Jo
     # One call at least gives the state its dtype.
     with_keys = [b for b, span in enumerate(spans) if span.start < span.stop] or [0]
     _, q_heads, q_len, _ = call.query.shape
-    if call.latent or call.batch_invariant or q_heads // stored.key.shape[1] * q_len >= thresholds.CPU.packed_rows:
+    if call.latent or call.batch_invariant or not gains(q_heads, stored.key.shape[1], q_len):
         return [Join([b]) for b in with_keys]
+    most_keys = stored.kv_len if call.softcap is None else thresholds.CPU.capped_bytes * page // page_bytes(stored)
     plain, masked, alone = [], [], []
     for b in with_keys:
         span, in_first_page = spans[b], spans[b].start < page
         needs_mask = stored.attn_mask is not None and not (span.full and span.start % page == 0)
-        if not needs_mask and (call.window is not None or span.start % page == 0):
+        if span.stop - span.start > most_keys:
+            alone.append(b)
+        elif not needs_mask and (call.window is not None or span.start % page == 0):
             plain.append(b)
         elif needs_mask and in_first_page:
             masked.append(b)

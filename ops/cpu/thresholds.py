@@ -20,6 +20,8 @@ class Thresholds:
     packed_rows: int = 64
     # The bytes of a block of latents, in the dtype of sums, for each core, so that it stays in the cache.
     block_bytes: int = 1 << 21
+    # With a soft cap, scores are written to memory: sequences of more bytes of K and V than this attend alone.
+    capped_bytes: int = 1 << 19
     # Reading keys that `m` sequences share in one call, with its merge, costs as much as reading `m + 4` times this.
     shared_bytes: int = 1 << 19
 

@@ -162,14 +162,19 @@ def test_batch_invariant_calls_take_one_sequence_at_a_time(joined: list[int | No
     assert joined == []
 
 
-def test_mixed_batches_join_sequences_with_equally_few_queries(joined: list[int | None]) -> None:
+@pytest.mark.parametrize("packed_rows, joins", [(64, [2, 2, 2]), (10, [2, 2]), (4, [2]), (2, [])])
+def test_mixed_batches_join_sequences_with_equally_few_queries(
+    packed_rows: int, joins: list[int], joined: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows of a kv head are a query."""
+    monkeypatch.setattr(thresholds.CPU, "packed_rows", packed_rows)
     inputs = clean(paged(4, [40, 39, 17, 33, 25, 30, 38], 10))
     q_lens = torch.tensor([2, 1, 2, 5, 5, 1, 20])
     starts = torch.cat((torch.zeros(1), q_lens.cumsum(0))).int()
     query = torch.randn(int(q_lens.sum()), 4, 8, dtype=torch.float64)
     call = inputs | {"query": query, "cu_seqlens_q": starts}
     assert_same(tatten.paged_attention(**call, return_lse=True), paged_attention_reference(**call))
-    assert joined == [2, 2, 2]
+    assert joined == joins
 
 
 @pytest.mark.parametrize("q_len, joins", [(31, [7]), (32, [])])
@@ -177,6 +182,16 @@ def test_calls_with_many_queries_take_one_sequence_at_a_time(q_len: int, joins: 
     inputs = clean(paged(4, LENS, 10, q_len=q_len))
     assert_same(attend(**inputs), one_by_one(inputs))
     assert joined == joins
+
+
+@pytest.mark.parametrize("softcap, joins", [(3.0, [5]), (None, [7])])
+def test_long_sequences_attend_alone_with_a_soft_cap(
+    softcap: float | None, joins: list[int], joined: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thresholds.CPU, "capped_bytes", 30 * 2 * 2 * 8 * 8)  # of 30 keys
+    inputs = clean(paged(4, LENS, 10))
+    assert_same(attend(**inputs, softcap=softcap), one_by_one(inputs, softcap=softcap))
+    assert joined == joins  # without the sequences of 33 and 40 keys
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
