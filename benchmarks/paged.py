@@ -79,7 +79,7 @@ class Problem:
 def candidates(p: Problem) -> dict[str, Attend]:
     """Return the functions that attend, by name."""
     s = p.shape
-    ragged = {"kv_lens": p.lens} if s.section in ("ragged", "short") else {}
+    ragged = {"kv_lens": p.lens} if set(s.lengths) != {s.capacity} else {}
 
     def paged(page: int) -> Attend:
         tables, pools = p.tables(page), p.pools(page)

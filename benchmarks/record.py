@@ -5,7 +5,7 @@
     python benchmarks/record.py eight                 # the merge on the eight GPUs of a node, in at most 2 minutes
     python benchmarks/record.py h100                  # what is said of an H100, in at most 28 minutes
     python benchmarks/record.py batches               # generate_batch on an H100, in at most 48 minutes
-    python benchmarks/record.py cpu                   # what is said of a CPU; about 30 minutes of an idle machine
+    python benchmarks/record.py cpu                   # what is said of a CPU, in at most 89 minutes
     python benchmarks/record.py one --steps lean_paper decode_grid --out folder
     python benchmarks/record.py two --quick           # the same on a CPU with tiny shapes, to try the plumbing
 

@@ -38,20 +38,20 @@ class Rates:
     decode: DecodeRates | None = None  # for `tatten::decode_attention`; None to use the rates of segments
     pages: PageRates | None = None  # where it reads pages; None to use those of `decode`
 
-    def of_decode(self, pairs: int, itemsize: int, in_pages: bool) -> tuple[float, float]:
+    def of_decode(self, pairs: int, itemsize: int, pages: PageRates | None) -> tuple[float, float]:
         """Return the rates of `tatten::decode_attention`: bytes per microsecond, and microseconds per call.
 
         Args:
             pairs: the number of (sequence, query head) pairs, each of which occupies one thread.
             itemsize: the bytes of one number.
-            in_pages: whether keys and values are in pages.
+            pages: the rates of pages if keys and values are in pages.
         """
         if self.decode is None:
             return self.bytes_per_us, self.segment_us
         numbers_per_us, call_us = self.decode.numbers_per_us, self.decode.call_us
-        if in_pages and self.pages is not None:
-            numbers_per_us = self.pages.narrow_numbers_per_us if itemsize < 4 else numbers_per_us
-            call_us = self.pages.call_us
+        if pages is not None:
+            numbers_per_us = pages.narrow_numbers_per_us if itemsize < 4 else numbers_per_us
+            call_us = pages.call_us
         return numbers_per_us * itemsize * _threads(pairs), call_us
 
 
@@ -211,14 +211,15 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], de
         moved += size * reads + (size + once) * copied
         for n, segment in zip(stored, segments, strict=True):
             read += _bytes_picked(n or 0, segment, call.picks, sizes, queries)
-    rates, in_pages = rates_of(query.device), keys[0].table is not None
+    rates, pairs = rates_of(query.device), sizes.sequences * (q_heads or 1)
     bytes_per_us, segment_us = rates.bytes_per_us, rates.segment_us
+    pages = rates.pages if keys[0].table is not None else None
     if decode:
-        bytes_per_us, segment_us = rates.of_decode(sizes.sequences * (q_heads or 1), query.element_size(), in_pages)
+        bytes_per_us, segment_us = rates.of_decode(pairs, query.element_size(), pages)
     saved_us, extra_us = (moved - read) / bytes_per_us, len(keys) * segment_us
     mask, unequal_us = tensor_of(call.attn_mask), 0.0
-    if decode and in_pages and rates.pages is not None:
-        extra_us += read / (rates.pages.copied_bytes_per_us * _threads(sizes.sequences * (q_heads or 1)))
+    if decode and pages is not None:
+        extra_us += read / (pages.copied_bytes_per_us * _threads(pairs))
     elif decode and rates.decode is not None and mask is not None and mask.dim() == 4:
         unequal_us = rates.decode.sequence_us * ((sizes.rows(mask.shape[BATCH]) or 1) - 1)
     assumed = sizes.assumed(lengths)

@@ -24,6 +24,13 @@ def room_for(stored: KeyValue, pages: int) -> Room:
     return {x: x.new_empty((x.shape[1], pages, *x.shape[2:])) for x in pools}
 
 
+def _copy(pool: Tensor, pages: Tensor, room: Room) -> Tensor:
+    """Copy pages of a pool `[pages, kv_heads, page, ...]` to `room`, as `[kv_heads, len(pages), page, ...]`."""
+    copy = room[pool][:, : len(pages)]
+    torch.index_select(pool, 0, pages, out=copy.transpose(0, 1))
+    return copy
+
+
 def copy_pages(stored: KeyValue, pages: Tensor, named: Tensor, keys: slice, room: Room) -> KeyValue:
     """Copy pages to `room`, and return some of their keys, without a mask. It is valid until the next copy.
 
@@ -36,8 +43,7 @@ def copy_pages(stored: KeyValue, pages: Tensor, named: Tensor, keys: slice, room
     all_named = bool(named.all())
 
     def copied(pool: Tensor) -> Tensor:
-        copy = room[pool][:, : len(pages)]
-        torch.index_select(pool, 0, pages, out=copy.transpose(0, 1))
+        copy = _copy(pool, pages, room)
         if not all_named:
             as_fillable(copy)[:, ~named] = 0
         return copy.flatten(1, 2)[None, :, keys]
@@ -55,8 +61,7 @@ def copy_sequences(stored: KeyValue, pages: Tensor, room: Room) -> KeyValue:
     """
 
     def copied(pool: Tensor) -> Tensor:
-        copy = room[pool][:, : pages.numel()]
-        torch.index_select(pool, 0, pages.flatten(), out=copy.transpose(0, 1))
+        copy = _copy(pool, pages.flatten(), room)
         return copy.view(copy.shape[0], *pages.shape, *copy.shape[2:]).flatten(2, 3).transpose(0, 1)
 
     return in_order(stored, copied)._replace(attn_mask=None, kv_lens=None)

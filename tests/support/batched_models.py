@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
-from transformers.generation.continuous_batching import continuous_api, model_runner
+from transformers.generation.continuous_batching import ContinuousBatchingManager, continuous_api, model_runner
 
 VOCABULARY, WINDOW = 97, 10
 SMALL = {
@@ -112,6 +112,17 @@ def run(model: PreTrainedModel, prompt_ids: Tokens, config: GenerationConfig, **
     assert [x.error for x in results.values() if x.error] == []
     assert len(results) == len(prompt_ids) * (config.num_return_sequences or 1)
     return [x.generated_tokens for x in results.values()]
+
+
+def run_session(manager: ContinuousBatchingManager, prompt_ids: Tokens, new: int, keep: bool = True) -> Tokens:
+    """The tokens of a manager from its start to its stop; `keep` it for another session."""
+    manager.start()
+    requests = manager.add_requests(prompt_ids, max_new_tokens=new)
+    results = [manager.get_result(timeout=60) for _ in prompt_ids]
+    manager.stop(block=True, keep_for_next_session=keep)
+    assert None not in results
+    tokens = {result.request_id: result.generated_tokens for result in results}
+    return [tokens[request] for request in requests]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ if not transformers.__version__.startswith("5.24"):
     pytest.skip("no other transformers was tested", allow_module_level=True)
 
 from asynchronous import asynchronous, late_resets
-from batched_models import MODELS, batching, build, expected, greedy, padded, prompts, run
+from batched_models import MODELS, batching, build, expected, greedy, padded, prompts, run, run_session
 from transformers import CompileConfig
 
 NEW = 12
@@ -51,10 +51,5 @@ def test_a_late_reset_of_the_inputs(setting: str) -> None:
     manager = model.init_continuous_batching(greedy(NEW), continuous_batching_config=options)
     with late_resets() as places:
         for _ in range(2):
-            manager.start()
-            requests = manager.add_requests(ids, max_new_tokens=NEW)
-            results = [manager.get_result(timeout=60) for _ in ids]
-            manager.stop(block=True, keep_for_next_session=True)
-            tokens = {result.request_id: result.generated_tokens for result in results}
-            assert [tokens[request] for request in requests] == want
+            assert run_session(manager, ids, NEW) == want
     assert places == [("wait", 0), ("wait", 2)]

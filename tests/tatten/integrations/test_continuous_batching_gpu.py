@@ -14,7 +14,7 @@ import transformers
 if not transformers.__version__.startswith("5.24"):
     pytest.skip("no other transformers was tested", allow_module_level=True)
 
-from batched_models import MODELS, SHARING, batching, behind, build, greedy, prompts, quick
+from batched_models import MODELS, SHARING, batching, behind, build, greedy, prompts, quick, run_session
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching import input_outputs
 
@@ -119,14 +119,8 @@ def test_a_late_reset_of_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
             if session == 1:  # all graphs are captured, so nothing synchronizes
                 monkeypatch.setattr(pair, "reset", late_reset)
                 monkeypatch.setattr(inputs, "get_model_kwargs", late_first_batch)
-            manager.start()
-            requests = manager.add_requests(ids, max_new_tokens=NEW)
-            results = [manager.get_result(timeout=60) for _ in ids]
-            manager.stop(block=True, keep_for_next_session=session == 0)
-            assert None not in results
-            tokens = {result.request_id: result.generated_tokens for result in results}
-            for prompt, request in zip(ids, requests, strict=True):
-                check_greedy(model, prompt, tokens[request])
+            for prompt, tokens in zip(ids, run_session(manager, ids, NEW, keep=session == 0), strict=True):
+                check_greedy(model, prompt, tokens)
     assert len(resets) == 2
     assert not delays
 
