@@ -306,6 +306,13 @@ def _pages_kernel(
     CONSUMERS: gl.constexpr,
 ):
     """Attend to all blocks. Strides of `query` are in units of `ALIGNED` elements, to make their alignment known."""
+    # The wait comes first: the next kernel may not wait for this one, and may read the data that this one waited for.
+    # The other warps are behind the wait too, as they start at `warp_specialize`.
+    gdc_wait()
+    gdc_launch_dependents()
+    if SHARED:  # noqa: SIM102 (known when this is compiled)
+        if gl.load(lists + _TILE_ENDS * (_LEVELS * batch + 1) + (room - 1)) == 0:
+            return  # nothing is shared, and attention to own parts waits for this SM
     DTYPE: gl.constexpr = query.dtype.element_ty
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
@@ -327,10 +334,6 @@ def _pages_kernel(
         mbarrier.init(empty.index(i), count=CONSUMERS)
     fence_async_shared()
 
-    # The wait comes first: the next kernel may not wait for this one, and may read the data that this one waited for.
-    # The other warps are behind the wait too, as they start at `warp_specialize`.
-    gdc_wait()
-    gdc_launch_dependents()
     if SHARED:
         place, end, block, block_end = share_of_program(
             lists + _TILE_ENDS * (_LEVELS * batch + 1), kv_heads * q_blocks, room, programs, lists, kv_heads, SHARED

@@ -126,6 +126,15 @@ def test_shared_pages(n: int) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("programs", [1, 5])
+def test_nothing_shared(programs: int) -> None:
+    """The launch over row groups returns at once, and writes no state."""
+    tables = made(random.Random(0), [[0, 1, 2], [3, 4, 5], [6, 7, 8]], [150, 192, 0], 64, 9)
+    assert not shared_of(tables).data[OWN].any()
+    assert_attends(tables, 0, programs, heads=4, kv_heads=2, dim=64)
+
+
+@interpreted
 def test_values_of_keys_that_others_have_do_not_leak() -> None:
     """A sequence that leaves a prefix early reads nothing of what the others go on with, which is NaN here."""
     tables = made(random.Random(0), [[0, 1, 2, 3], [0, 1, 2, 4], [0, 5]], [400, 401, 200], 128, 6)
