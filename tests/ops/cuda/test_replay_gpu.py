@@ -7,6 +7,7 @@ attention in float64, and the comparison. `TATTEN_FUZZ_N=50` makes 100,000 repla
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.gpu
 NEG_INF, NAN = float("-inf"), float("nan")
 LOWEST = torch.finfo(torch.float32).min
 REPLAYS = 200 * int(os.environ.get("TATTEN_FUZZ_N", "1"))
+ROUND, LIMIT_S = 100, 60.0  # replays that the host waits for, for so long at most
 BATCH, Q_HEADS, KV_HEADS, KV_LEN = 4, 8, 2, 500
 Call = dict[str, Any]
 
@@ -209,6 +211,18 @@ def of_magnitudes(call: Call) -> Call:
     return {**call, "value": call["value"].double().abs()}
 
 
+def replay(graph: torch.cuda.CUDAGraph, n: int) -> None:
+    """Replay a graph `n` times; fail with the numbers of replays that the GPU does not end in time."""
+    for i in range(0, n, ROUND):
+        for _ in range(min(ROUND, n - i)):
+            graph.replay()
+        ended, stop = torch.cuda.Event(), time.monotonic() + LIMIT_S
+        ended.record()
+        while not ended.query():
+            assert time.monotonic() < stop, f"replays {i} to {i + ROUND} did not end within {LIMIT_S:g} s"
+            time.sleep(1e-3)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_each_replay_is_right(name: str) -> None:
     draw = CALLS[name]
@@ -239,7 +253,6 @@ def test_each_replay_is_right(name: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    for _ in range(REPLAYS):
-        graph.replay()
+    replay(graph, REPLAYS)
     assert replays.item() == REPLAYS
     assert wrong.tolist() == [0, 0], f"of {REPLAYS} replays out and lse were wrong"
