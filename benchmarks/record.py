@@ -3,7 +3,7 @@
     python benchmarks/record.py one                   # all that one GPU measures, in at most 65 minutes
     python benchmarks/record.py two                   # what two GPUs measure, in at most 25 minutes
     python benchmarks/record.py eight                 # the merge on the eight GPUs of a node, in at most 2 minutes
-    python benchmarks/record.py h100                  # what is said of an H100, in at most 28 minutes
+    python benchmarks/record.py h100                  # what is said of an H100, in at most 36 minutes
     python benchmarks/record.py batches               # generate_batch on an H100, in at most 48 minutes
     python benchmarks/record.py cpu                   # what is said of a CPU, in at most 89 minutes
     python benchmarks/record.py one --steps lean_paper decode_grid --out folder
@@ -84,7 +84,7 @@ STEPS = {
         Step("gathers_cuda", "gathers.py --device cuda", 2, "gathers.py --rounds 1"),
         Step(
             "shared_pages",
-            "shared_pages.py --device cuda --section shared finding",
+            "shared_pages.py --device cuda --section shared finding --rounds 5",
             2.5,
             "shared_pages.py --section finding --rounds 1",
         ),
@@ -229,6 +229,13 @@ STEPS = {
             7,
             "decode_loop.py --batch 2 --only loop --rounds 1",
         ),
+        Step(
+            "decode_loop_gpt_fast",
+            "decode_loop.py --device cuda --batch 1 --only loop loop_sampled loop_streamed loop_inductor gpt_fast "
+            "--gpt-fast /tmp/gpt-fast --first-call-limit 150",
+            8,
+            "decode_loop.py --batch 1 --only loop gpt_fast --rounds 1",
+        ),
     ],
     "batches": [
         Step(
@@ -297,7 +304,7 @@ STEPS = {
         ),
     ],
 }
-MINUTES = {"one": 64.5, "two": 25.0, "eight": 2.0, "h100": 27.5, "batches": 48.0, "cpu": 89.0}
+MINUTES = {"one": 64.5, "two": 25.0, "eight": 2.0, "h100": 35.5, "batches": 48.0, "cpu": 89.0}
 
 
 def line(step: Step, quick: bool, path: Path) -> list[str]:

@@ -148,6 +148,22 @@ TABLES = {
             "loop to floor": lambda r: number(r["token_ms"]["loop"] / r["floor_ms"], 2),
         },
     ),
+    "decode_loop_gpt_fast": Table(
+        "decode_loop_gpt_fast",
+        {
+            "layers": "layers",
+            "slots": "capacity",
+            "used": "used",
+            "decode_loop": loop_ms("loop"),
+            "sampled": loop_ms("loop_sampled"),
+            "streamed": loop_ms("loop_streamed"),
+            "loop, Inductor alone": loop_ms("loop_inductor"),
+            "gpt-fast": loop_ms("gpt_fast"),
+            "replay": figure("replay_ms", 2),
+            "byte floor": figure("floor_ms", 2),
+            "loop to gpt-fast": lambda r: number(r["token_ms"]["loop"] / r["token_ms"]["gpt_fast"], 2),
+        },
+    ),
     "skinny_linear": Table(
         "skinny_linear",
         {
