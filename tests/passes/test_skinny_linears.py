@@ -353,7 +353,7 @@ def test_one_graph_for_few_and_many_rows() -> None:
             torch._dynamo.mark_dynamic(named[name], 0)
         got, want = compiled(*named.values()), step(*step_inputs(batch).values())
         torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
-    assert notes == ["3 linear layers take 2 launches"]
+    assert notes == ["3 linear layers in 2 launches"]
 
 
 def test_a_dynamic_number_that_was_large_is_left() -> None:
@@ -384,7 +384,7 @@ class TestStep(expecttest.TestCase):
     def test_a_decode_step(self) -> None:
         gm = capture(step, *step_inputs().values())
         report = rewrite(gm, linears=True)
-        assert report.note == "3 linear layers take 2 launches"
+        assert report.note == "3 linear layers in 2 launches"
         self.assertExpectedInline(
             listing(gm),
             """\
@@ -436,7 +436,7 @@ def test_a_model(bias: bool) -> None:
         for name, step in (("rewritten", torch.compile(model, backend=backend, fullgraph=True)), ("eager", model)):
             used = copy.deepcopy(cache)
             logits[name] = step(torch.tensor([[5], [6], [7]]), **cache_kwargs(used), use_cache=True).logits
-    assert notes == ["15 linear layers take 9 launches"]
+    assert notes == ["15 linear layers in 9 launches"]
     torch.testing.assert_close(logits["rewritten"], logits["eager"], rtol=0.05, atol=0.02)
 
 
@@ -467,4 +467,4 @@ def test_an_error_leaves_the_layers(fails: tuple[str, ...], monkeypatch: pytest.
     assert errors == [Reason.INTERNAL] * len(fails)
     assert [node.target for node in gm.graph.nodes].count(OP) == 2 - len(fails)
     assert sum(isinstance(x, Rewritten) for x in report.findings) == 1
-    assert report.note == ("1 linear layers take 1 launches" if len(fails) == 1 else "")
+    assert report.note == ("1 linear layer in 1 launch" if len(fails) == 1 else "")

@@ -276,7 +276,7 @@ def test_a_step_of_a_model(device: str, code: bool, monkeypatch: pytest.MonkeyPa
         want = run()
         with tatten.recording() as report:
             got = run("tatten")
-    assert "4 full caches of sliding windows are moved in place" in str(report)
+    assert "4 full caches of sliding windows moved in place" in str(report)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 

@@ -67,7 +67,7 @@ def targets(gm: GraphModule) -> list[Any]:
 
 def test_picks_need_no_sort() -> None:
     gm, note = rewritten(as_models_do)
-    assert note == "1 selections of keys are not sorted"
+    assert note == "1 selection of keys without a sort"
     assert TOP_PICKS in targets(gm)
     assert "topk" not in targets(gm)
     assert torch.ops.tatten.decode_attention.default in targets(gm)
@@ -80,7 +80,7 @@ def test_picks_need_no_sort() -> None:
 def test_many_rows_stay_with_topk_unsorted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tatten.passes.top_k.MOST_SCORES", B * S - 1)
     gm, note = rewritten(as_models_do)
-    assert note == "1 selections of keys are not sorted"
+    assert note == "1 selection of keys without a sort"
     assert TOP_PICKS not in targets(gm)
     (top_k,) = (x for x in gm.graph.nodes if x.target == "topk")
     assert top_k.kwargs == {"dim": -1, "sorted": False}
@@ -93,7 +93,7 @@ def test_layers_share_a_selection() -> None:
         return attend(q, k, v, picks, base) + attend(q, v, k, picks, base)
 
     gm, note = rewritten(two_layers)
-    assert note == "1 selections of keys are not sorted"
+    assert note == "1 selection of keys without a sort"
     assert targets(gm).count(TOP_PICKS) == 1
     torch.testing.assert_close(run(gm), two_layers(*inputs()), rtol=1e-5, atol=1e-5)
 
