@@ -22,7 +22,32 @@ import triton
 TRITON_3_6 = triton.__version__.startswith("3.6.")  # that of torch 2.11
 FUSIBLE = re.compile(r"\b(?:mul|add|sub)\.(?:ftz\.)?f32")  # without `.rn` ptxas may make one instruction of two
 
+_SHARED_STORE = re.compile(r"st\.shared(?:\.v(\d))?\.b(\d+)\s+\[global_smem(?:\+(\d+))?\]")
+_SHARED_LOAD = re.compile(r"ld\.shared\S*\s.*\[\s*global_smem(?:\+(\d+))?\s*\]")
+
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def captures_over_reads(ptx: str) -> list[str]:
+    """Return the loads from memory that a warp may overwrite before another warp has read it.
+
+    `warp_specialize` stores the values that its partitions capture in shared memory, where a reduction before it may
+    have left its result. Triton (3.6) puts no barrier between the loads of that result and the stores.
+    """
+    lines, found = ptx.splitlines(), list[str]()
+    for i, line in enumerate(lines):
+        stored = set[int]()
+        if not re.search(r"\bbarrier\.sync\s+1;", line):
+            continue
+        for j in range(i - 1, -1, -1):
+            if store := _SHARED_STORE.search(lines[j]):
+                first = int(store[3] or 0)
+                stored |= {*range(first, first + int(store[1] or 1) * int(store[2]) // 8)}
+            elif (load := _SHARED_LOAD.search(lines[j])) and int(load[1] or 0) in stored:
+                found.append(lines[j].strip())
+            elif re.search(r"\bbar(rier)?\.sync\b|\bret;", lines[j]):
+                break
+    return found
 
 
 FORK_SERVER = """

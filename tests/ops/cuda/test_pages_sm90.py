@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import TRITON_3_6, compile_in_subprocess
+from compiled import TRITON_3_6, captures_over_reads, compile_in_subprocess
 from gluon_interpreted import Interpreted
 from mixed_calls import batch_for_hopper
 from poison import fresh_memory_is_poison
@@ -127,8 +127,14 @@ def test_shared_pages(n: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("programs", [1, 5])
-def test_nothing_shared(programs: int) -> None:
-    """The launch over row groups returns at once, and writes no state."""
+def test_nothing_shared(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch over row groups returns before it looks for its tiles."""
+    from tatten.ops.cuda.kernels import pages_sm90 as kernel
+
+    def never(*_: Any) -> None:
+        raise AssertionError("a program without tiles looked for them")
+
+    monkeypatch.setattr(kernel, "share_of_program", never)
     tables = made(random.Random(0), [[0, 1, 2], [3, 4, 5], [6, 7, 8]], [150, 192, 0], 64, 9)
     assert not shared_of(tables).data[OWN].any()
     assert_attends(tables, 0, programs, heads=4, kv_heads=2, dim=64)
@@ -195,6 +201,7 @@ VARIANTS = [(d, page, x) for d in (64, 128) for page in (8, 16, 256) for x in ("
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_compiles_for_sm_90(variant: tuple[int, int, str]) -> None:
     built = compile_in_subprocess(SCRIPT, *variant)
+    assert not captures_over_reads(built["ptx"])
     # Words at the ends of a visit, and with pages of 8 words of the producer, which has 16 entries of each of 3 tiles
     # in 56 registers. No consumer spills in its loop under Triton 3.6. Triton 3.9 spills more.
     most = (160 if variant[1] == 8 else 56) if TRITON_3_6 else 320
