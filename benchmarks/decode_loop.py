@@ -232,6 +232,8 @@ def measure(model: PreTrainedModel, batch: int, args: argparse.Namespace) -> dic
                 steps.append(loop.launched_steps - (loop.ahead if args.device == "cuda" else 0))
             a_step = (many[name] - FEW) / (steps[1] - steps[0])
             row["drafts"][name] = {"tokens_per_step": a_step, "step_ms": ms[name] * a_step}
+    if "gpt_fast" in run:
+        row["gpt_fast_model"] = gpt_fast.version(args.gpt_fast)
     if "loop" in run and args.device == "cuda":
         row["replay_ms"] = replay_ms(shared, model)
     return row

@@ -103,13 +103,13 @@ def _run_passes(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> tu
     linears = or_nothing(lambda: _find_linears(gm, run), errors)
     launches = _edit_each(linears, lambda x: x.layers[0].node, apply_linear_group, failed, errors)
     layers = sum(len(x.layers) for x in linears if x.layers[0].node.name not in failed)
-    notes = [f"{_number(moved, 'full cache')} of sliding windows moved in place"] if moved else []
-    notes += [f"{_number(unsorted, 'selection')} of keys without a sort"] if unsorted else []
-    notes += [f"{_number(layers, 'linear layer')} in {_number(launches, 'launch', 'es')}"] if launches else []
+    notes = [f"{_counted(moved, 'full cache')} of sliding windows moved in place"] if moved else []
+    notes += [f"{_counted(unsorted, 'selection')} of keys without a sort"] if unsorted else []
+    notes += [f"{_counted(layers, 'linear layer')} in {_counted(launches, 'launch', 'es')}"] if launches else []
     return [*findings, *others, *nested, *scores, *errors], "; ".join(notes)
 
 
-def _number(n: int, one: str, plural: str = "s") -> str:
+def _counted(n: int, one: str, plural: str = "s") -> str:
     return f"{n} {one}{plural * (n != 1)}"
 
 

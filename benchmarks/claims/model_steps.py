@@ -22,12 +22,12 @@ CLAIMS = [
         at_most=0.885,
     ),
     Claim(
-        "decode loop over gpt-fast",
+        "decode loop, slowest run",
         "decode_loop_gpt_fast",
         1,
-        largest(lambda r: r["token_ms"]["loop"] / r["token_ms"]["gpt_fast"]),
-        "0.59 of the time of gpt-fast",
-        at_most=0.595,
+        largest(lambda r: r["token_ms"]["loop"] / r["floor_ms"]),
+        "took 1.27 times the floor in another run",
+        at_most=1.275,
     ),
     Claim(
         "a step of prompt lookup over one of a token",

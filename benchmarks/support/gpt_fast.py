@@ -7,6 +7,7 @@ for no token and looks for no end.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import sys
 import types
@@ -44,6 +45,12 @@ def reason_against(folder: Path | None, model: PreTrainedModel) -> str | None:
     if missing := [name for name in FILES if not (folder / name).is_file()]:
         return f"{folder} has no {missing[0]}"
     return None if model.config.model_type == "llama" else "gpt-fast has no such model"
+
+
+def version(folder: Path) -> str:
+    """Return git's hash of `model.py`, which tells versions apart that attend in other ways."""
+    content = (folder / "model.py").read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 @contextlib.contextmanager

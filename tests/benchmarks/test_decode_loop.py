@@ -62,6 +62,11 @@ def test_eight_sequences(run: Rows) -> None:
     assert row["left_out"].keys() == {"loop_lookup", "loop_assisted"}
 
 
+def test_gpt_fast_is_named_by_the_hash_of_its_model(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("hello\n")
+    assert gpt_fast.version(tmp_path) == "ce013625030ba8dba906f756967f9e9ca394464a"  # of `git hash-object`
+
+
 @pytest.mark.usefixtures("stand_ins")
 def test_gpt_fast_is_left_out_without_its_files(run: Rows, tmp_path: Path) -> None:
     (row,) = run("--batch 1 --only loop gpt_fast")
