@@ -306,13 +306,6 @@ def _pages_kernel(
     CONSUMERS: gl.constexpr,
 ):
     """Attend to all blocks. Strides of `query` are in units of `ALIGNED` elements, to make their alignment known."""
-    # The wait comes first: the next kernel may not wait for this one, and may read the data that this one waited for.
-    # The other warps are behind the wait too, as they start at `warp_specialize`.
-    if SHARED:
-        gdc_wait()
-        gdc_launch_dependents()
-        if gl.load(lists + _TILE_ENDS * (_LEVELS * batch + 1) + (room - 1)) == 0:
-            return  # nothing is shared; the launch over own parts needs the SM
     DTYPE: gl.constexpr = query.dtype.element_ty
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
@@ -334,14 +327,16 @@ def _pages_kernel(
         mbarrier.init(empty.index(i), count=CONSUMERS)
     fence_async_shared()
 
+    # The wait comes first: the next kernel may not wait for this one, and may read the data that this one waited for.
+    # The other warps are behind the wait too, as they start at `warp_specialize`.
+    gdc_wait()
+    gdc_launch_dependents()
+    unit = 1
     if SHARED:
-        place, end, block, block_end = share_of_program(
-            lists + _TILE_ENDS * (_LEVELS * batch + 1), kv_heads * q_blocks, room, programs, lists, kv_heads, SHARED
-        )
-    else:
-        gdc_wait()
-        gdc_launch_dependents()
-        place, end, block, block_end = share_of_program(ends, 1, room, programs, lists, kv_heads, SHARED)
+        ends, unit = lists + _TILE_ENDS * (_LEVELS * batch + 1), kv_heads * q_blocks
+        if gl.load(ends + (room - 1)) == 0:
+            return  # nothing is shared; the launch over own parts needs the SM
+    place, end, block, block_end = share_of_program(ends, unit, room, programs, lists, kv_heads, SHARED)
     # `warp_specialize` stores what it captures where a sum of `share_of_program` has left its result. Triton (3.6) puts
     # no barrier in between: a warp could store before another one has read.
     _barrier()
