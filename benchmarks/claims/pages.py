@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
-
-from claims.claim import Claim, Row, largest, those
-
-
-def of_ratios(
-    reduce: Callable[[list[float]], float], a: str, b: str, only: Callable[[Row], bool] = lambda r: True
-) -> Callable[[list[Row]], float]:
-    """Return a function of rows: that of the ratios of two candidates' times."""
-    return lambda rows: reduce([r["us"][a] / r["us"][b] for r in rows if only(r)])
+from claims.claim import Claim, Row, geomean, largest, least, over, those
 
 
 def _at_256(rows: list[Row], name: str) -> Row:
     wanted = "finding", 256, 512, name
     return next(r for r in rows if (r["section"], r.get("batch"), r.get("columns"), r["name"]) == wanted)
-
-
-def _to_apart(r: Row) -> float:
-    """Attention with shared pages over attention to the pages of each sequence."""
-    us: dict[str, float] = r["us"]
-    return us["shared"] / us["paged"]
 
 
 LARGE = "31 decodes and a chunk", "8 chunks", "64 x 5 queries"  # mixed batches with many tiles
@@ -33,7 +17,7 @@ CLAIMS = [
             f"pages of {page} beside FlashAttention-3",
             "paged",
             14,
-            of_ratios(statistics.geometric_mean, f"page {page}", f"fa3 {page}"),
+            geomean(over(f"page {page}", f"fa3 {page}")),
             said,
             at_most=most,
             within=0.02,
@@ -49,7 +33,7 @@ CLAIMS = [
         "pages of 256 beside keys in order, ragged",
         "paged",
         14,
-        of_ratios(max, "page 256", "dense", lambda r: r["section"] == "ragged"),
+        those(lambda r: r["section"] == "ragged", largest(over("page 256", "dense"))),
         "at most 1.02 of keys in order",
         at_most=1.02,
         within=0.02,
@@ -59,11 +43,9 @@ CLAIMS = [
             f"short sequences in pages of 16 on a CPU, {dtype}",
             "paged_cpu",
             18,
-            of_ratios(
-                max,
-                "page 16",
-                "inductor 16",
+            those(
                 lambda r, dtype=dtype: r["section"] == "short" and r["dtype"].endswith(dtype),
+                largest(over("page 16", "inductor 16")),
             ),
             said,
             at_most=most,
@@ -89,35 +71,34 @@ CLAIMS = [
         "takes at most 20 us",
         at_most=20,
     ),
-    Claim(
-        "nothing shared",
-        "shared_pages",
-        20,
-        those(lambda r: r["name"] == "nothing shared", largest(_to_apart)),
-        "1.02 to 1.13 times as long as without",
-        at_most=1.135,
-    ),
-    Claim(
-        "small shared prefixes",
-        "shared_pages",
-        20,
-        those(lambda r: r["name"] == "half shared", largest(_to_apart)),
-        "it takes 1.51 times as long as reading",
-        at_most=1.515,
-    ),
-    Claim(
-        "shared prefixes of many sequences",
-        "shared_pages",
-        20,
-        those(lambda r: r["name"] == "half shared" and r["batch"] * r["columns"] > 1 << 16, largest(_to_apart)),
-        "it takes 0.79 and 0.75 times as long",
-        at_most=0.8,
+    *(
+        Claim(name, "shared_pages", 20, those(only, largest(over("shared", "paged"))), said, at_most=most)
+        for name, only, said, most in (
+            (
+                "nothing shared",
+                lambda r: r["name"] == "nothing shared",
+                "1.02 to 1.13 times as long as without",
+                1.135,
+            ),
+            (
+                "small shared prefixes",
+                lambda r: r["name"] == "half shared",
+                "it takes 1.51 times as long as reading",
+                1.515,
+            ),
+            (
+                "shared prefixes of many sequences",
+                lambda r: r["name"] == "half shared" and r["batch"] * r["columns"] > 1 << 16,
+                "it takes 0.79 and 0.75 times as long",
+                0.8,
+            ),
+        )
     ),
     Claim(
         "mixed batches beside FlashAttention-3",
         "mixed",
         13,
-        of_ratios(max, "tatten", "fa3", lambda r: r["name"] in LARGE),
+        those(lambda r: r["name"] in LARGE, largest(over("tatten", "fa3"))),
         "0.98 to 1.16 times",
         at_most=1.165,
     ),
@@ -125,7 +106,7 @@ CLAIMS = [
         "small mixed batches beside FlashAttention-3",
         "mixed",
         13,
-        of_ratios(max, "tatten", "fa3", lambda r: r["name"] not in LARGE),
+        those(lambda r: r["name"] not in LARGE, largest(over("tatten", "fa3"))),
         "1.13 to 1.43 times",
         at_most=1.43,
     ),
@@ -141,7 +122,7 @@ CLAIMS = [
         "gathers beside Inductor",
         "gathers_cuda",
         8,
-        of_ratios(min, "inductor", "tatten"),
+        least(over("inductor", "tatten")),
         "1.07 to 4.36 times as fast",
         at_least=1.06,
     ),

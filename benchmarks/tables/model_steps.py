@@ -75,6 +75,10 @@ def loop_ms(name: str) -> Cell:
     return lambda r: number(r["token_ms"].get(name), 2)
 
 
+def loop_to_floor(r: Row) -> object:
+    return number(r["token_ms"]["loop"] / r["floor_ms"], 2)
+
+
 def part_of_layer(part: str) -> Cell:
     return lambda r: number(r["parts"]["tatten"][part], 0)
 
@@ -116,7 +120,7 @@ TABLES = {
             "loop, Inductor alone": loop_ms("loop_inductor"),
             "replay": figure("replay_ms", 2),
             "byte floor": figure("floor_ms", 2),
-            "loop to floor": lambda r: number(r["token_ms"]["loop"] / r["floor_ms"], 2),
+            "loop to floor": loop_to_floor,
         },
     ),
     "decode_loop_lookup": Table(
@@ -145,7 +149,7 @@ TABLES = {
             "loop, Inductor alone": loop_ms("loop_inductor"),
             "replay": figure("replay_ms", 2),
             "byte floor": figure("floor_ms", 2),
-            "loop to floor": lambda r: number(r["token_ms"]["loop"] / r["floor_ms"], 2),
+            "loop to floor": loop_to_floor,
         },
     ),
     "decode_loop_gpt_fast": Table(
@@ -161,7 +165,7 @@ TABLES = {
             "gpt-fast": loop_ms("gpt_fast"),
             "replay": figure("replay_ms", 2),
             "byte floor": figure("floor_ms", 2),
-            "loop to floor": lambda r: number(r["token_ms"]["loop"] / r["floor_ms"], 2),
+            "loop to floor": loop_to_floor,
         },
     ),
     "skinny_linear": Table(
