@@ -34,20 +34,18 @@ def captures_over_reads(ptx: str) -> list[str]:
     `warp_specialize` stores the values that its partitions capture in shared memory, where a reduction before it may
     have left its result. Triton (3.6) puts no barrier between the loads of that result and the stores.
     """
-    lines, found = ptx.splitlines(), list[str]()
-    for i, line in enumerate(lines):
+    lines, overwritten = ptx.splitlines(), list[str]()
+    for i in (i for i, line in enumerate(lines) if re.search(r"\bbarrier\.sync\s+1;", line)):
         stored = set[int]()
-        if not re.search(r"\bbarrier\.sync\s+1;", line):
-            continue
         for j in range(i - 1, -1, -1):
             if store := _SHARED_STORE.search(lines[j]):
                 first = int(store[3] or 0)
                 stored |= {*range(first, first + int(store[1] or 1) * int(store[2]) // 8)}
             elif (load := _SHARED_LOAD.search(lines[j])) and int(load[1] or 0) in stored:
-                found.append(lines[j].strip())
+                overwritten.append(lines[j].strip())
             elif re.search(r"\bbar(rier)?\.sync\b|\bret;", lines[j]):
                 break
-    return found
+    return overwritten
 
 
 FORK_SERVER = """
