@@ -3,7 +3,7 @@
     python benchmarks/record.py one                   # all that one GPU measures, in at most 65 minutes
     python benchmarks/record.py two                   # what two GPUs measure, in at most 25 minutes
     python benchmarks/record.py eight                 # the merge on the eight GPUs of a node, in at most 2 minutes
-    python benchmarks/record.py h100                  # what is said of an H100, in at most 36 minutes
+    python benchmarks/record.py h100                  # what is said of an H100, in at most 48 minutes
     python benchmarks/record.py batches               # generate_batch on an H100, in at most 48 minutes
     python benchmarks/record.py cpu                   # what is said of a CPU, in at most 89 minutes
     python benchmarks/record.py one --steps lean_paper decode_grid --out folder
@@ -230,11 +230,24 @@ STEPS = {
             "decode_loop.py --batch 2 --only loop --rounds 1",
         ),
         Step(
-            "decode_loop_gpt_fast",
+            "decode_loop_sampled",
             "decode_loop.py --device cuda --batch 1 --only loop loop_sampled loop_streamed loop_inductor gpt_fast "
             "--gpt-fast /tmp/gpt-fast --first-call-limit 150",
             8,
+            "decode_loop.py --batch 1 --only loop loop_sampled --rounds 1",
+        ),
+        Step(
+            "decode_loop_gpt_fast",
+            "decode_loop.py --device cuda --batch 1 --only loop gpt_fast --gpt-fast /tmp/gpt-fast "
+            "--first-call-limit 380",
+            6,
             "decode_loop.py --batch 1 --only loop gpt_fast --rounds 1",
+        ),
+        Step(
+            "decode_loop_start",
+            "decode_loop.py --device cuda --section start --only loop_untuned loop",
+            6,
+            "decode_loop.py --section start --only loop_untuned",
         ),
     ],
     "batches": [
@@ -304,7 +317,7 @@ STEPS = {
         ),
     ],
 }
-MINUTES = {"one": 64.5, "two": 25.0, "eight": 2.0, "h100": 35.5, "batches": 48.0, "cpu": 89.0}
+MINUTES = {"one": 64.5, "two": 25.0, "eight": 2.0, "h100": 47.5, "batches": 48.0, "cpu": 89.0}
 
 
 def line(step: Step, quick: bool, path: Path) -> list[str]:

@@ -152,8 +152,8 @@ TABLES = {
             "loop to floor": loop_to_floor,
         },
     ),
-    "decode_loop_gpt_fast": Table(
-        "decode_loop_gpt_fast",
+    "decode_loop_sampled": Table(
+        "decode_loop_sampled",
         {
             "layers": "layers",
             "slots": "capacity",
@@ -162,10 +162,33 @@ TABLES = {
             "sampled": loop_ms("loop_sampled"),
             "streamed": loop_ms("loop_streamed"),
             "loop, Inductor alone": loop_ms("loop_inductor"),
-            "gpt-fast": loop_ms("gpt_fast"),
             "replay": figure("replay_ms", 2),
             "byte floor": figure("floor_ms", 2),
             "loop to floor": loop_to_floor,
+        },
+    ),
+    "decode_loop_gpt_fast": Table(
+        "decode_loop_gpt_fast",
+        {
+            "layers": "layers",
+            "slots": "capacity",
+            "used": "used",
+            "decode_loop": loop_ms("loop"),
+            "gpt-fast": loop_ms("gpt_fast"),
+            "replay": figure("replay_ms", 2),
+            "byte floor": figure("floor_ms", 2),
+            "loop to gpt-fast": lambda r: number(r["token_ms"]["loop"] / r["token_ms"]["gpt_fast"], 2),
+        },
+    ),
+    "decode_loop_start": Table(
+        "decode_loop_start",
+        {
+            "layers": "layers",
+            "decode_loop": lambda r: {"loop_untuned": "`decode=False`", "loop": "tuned"}[r["candidate"]],
+            "first process": lambda r: number(r["cold"]["first_tokens_s"], 0),
+            "second process": lambda r: number(r["warm"]["first_tokens_s"], 0),
+            "first, with its start": lambda r: number(r["cold"]["process_s"], 0),
+            "second, with its start": lambda r: number(r["warm"]["process_s"], 0),
         },
     ),
     "skinny_linear": Table(
