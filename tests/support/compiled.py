@@ -105,7 +105,10 @@ class Recorder:
 
 
 def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sass: bool = False) -> dict[str, Any]:
-    """Compile a kernel for sm_90, specialised as Triton does at a launch: on None, 1 and multiples of 16."""
+    """Compile a kernel for sm_90, specialised as Triton does at a launch: on None, 1 and multiples of 16.
+
+    Raise AssertionError if `captures_over_reads` finds a race in it.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -129,6 +132,7 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], s
         signature[param.name] = specialize(x, (i,), param, param.do_not_specialize)
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attrs)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert not (lines := captures_over_reads(built.asm["ptx"])), f"{kernel.__name__}: captures overwrite reads: {lines}"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()

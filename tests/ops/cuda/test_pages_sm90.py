@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import TRITON_3_6, captures_over_reads, compile_in_subprocess
+from compiled import TRITON_3_6, compile_in_subprocess
 from gluon_interpreted import Interpreted
 from mixed_calls import batch_for_hopper
 from poison import fresh_memory_is_poison
@@ -201,7 +201,6 @@ VARIANTS = [(d, page, x) for d in (64, 128) for page in (8, 16, 256) for x in ("
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_compiles_for_sm_90(variant: tuple[int, int, str]) -> None:
     built = compile_in_subprocess(SCRIPT, *variant)
-    assert not captures_over_reads(built["ptx"])
     # Words at the ends of a visit, and with pages of 8 words of the producer, which has 16 entries of each of 3 tiles
     # in 56 registers. No consumer spills in its loop under Triton 3.6. Triton 3.9 spills more.
     most = (160 if variant[1] == 8 else 56) if TRITON_3_6 else 320

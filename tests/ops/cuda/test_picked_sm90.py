@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from compiled import FUSIBLE, captures_over_reads, compile_in_subprocess
+from compiled import FUSIBLE, compile_in_subprocess
 from gluon_interpreted import Interpreted, import_with_fault
 from poison import fresh_memory_is_poison
 from slow import slow_after, slow_but
@@ -196,7 +196,6 @@ print(json.dumps(built))
 def test_the_kernel_compiles(variant: tuple[int, bool, bool, int]) -> None:
     (built,) = compile_in_subprocess(SCRIPT, [variant])
     ptx = built["ptx"]
-    assert not captures_over_reads(ptx)
     assert built["stack"] == 0, "registers spill to local memory"
     assert built["shared"] <= 227 * 1024
     assert built["launch_pdl"], "griddepcontrol.wait would not wait"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from compiled import TRITON_3_6, captures_over_reads, compile_in_subprocess
+from compiled import TRITON_3_6, compile_in_subprocess
 from slow import slow_but
 
 SCRIPT = """
@@ -42,7 +42,6 @@ def test_compiles_for_sm_90(dtype: str, dim: int) -> None:
         assert built["launch_pdl"], "griddepcontrol.wait would not wait"
         assert_uses_hopper(built["ptx"], {"bfloat16": "bf16", "float16": "f16"}[dtype])
         assert_waits_first(built["ptx"])
-        assert not captures_over_reads(built["ptx"])
         assert_overlaps(built["sass"])
 
 
