@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
 from tatten.ops.call import check_segments
-from tatten.ops.keywords import names_keywords
+from tatten.ops.keywords import names_arguments
 from tatten.ops.masks import BlockMask, data_of
 from tatten.ops.picks import MISSING_INDICES, distinct_picks
 from tatten.ops.segment_validation import check_rows_fit
@@ -55,7 +55,7 @@ def bifurcated_attention(
     distinct_indices: bool = False,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
-@names_keywords
+@names_arguments
 def bifurcated_attention(
     query: Tensor,
     keys: Sequence[Tensor],

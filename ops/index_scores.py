@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
-from tatten.ops.keywords import names_keywords
+from tatten.ops.keywords import names_arguments
 from tatten.ops.validation import check_tensors
 
 
-@names_keywords
+@names_arguments
 def index_scores(
     query: Tensor,
     key: Tensor,

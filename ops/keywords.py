@@ -1,20 +1,34 @@
-"""A decorator that raises an error with the name of the argument that must be passed by keyword."""
+"""A decorator of public functions: its errors name the argument, where those of Python and of PyTorch do not."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from tatten.ops.validation import check_no_grad
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def names_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function whose first keyword-only argument is often passed by position, as SDPA takes its mask.
+# The start of the dispatcher's error for an argument of another type than the schema of the op has.
+_OTHER_TYPE = re.compile(r"Expected a value of type '([^']+)' for argument '(\w+)' but instead found type '([^']+)'")
+_TYPES = {"Tensor": "a Tensor", "int": "an int", "float": "a float", "bool": "a bool", "str": "a str"}
 
-    Python's own error says how many arguments there are, not which one must be named.
+
+def names_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a public function that calls an op of its own name, and whose later arguments are keyword-only.
+
+    Raises:
+        TypeError: an argument that must be passed by keyword is not, or has another type than the op takes.
+        NotImplementedError: a tensor requires grad, or has a tangent. Inside `torch.func.grad` and `jvp` the op does
+            not see this, and its result would have no gradient.
     """
     parameters = inspect.signature(function).parameters.values()
     positional = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
@@ -27,6 +41,22 @@ def names_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 f"`{keyword}` must be passed by keyword, as `{keyword}=...`; only {', '.join(positional)} are taken by "
                 f"position, got {len(args)} arguments"
             )
-        return function(*args, **kwargs)
+        if torch.is_grad_enabled():
+            for name, x in (*zip(positional, args, strict=False), *kwargs.items()):
+                if isinstance(x, Tensor):
+                    check_no_grad(function.__name__, **{name: x})
+                elif isinstance(x, list | tuple):
+                    tensors = {f"{name}[{i}]": part for i, part in enumerate(x) if isinstance(part, Tensor)}
+                    check_no_grad(function.__name__, **tensors)
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            if (found := _OTHER_TYPE.search(str(error))) is None:
+                raise
+            wanted = _TYPES.get(found[1].removeprefix("Optional[").removesuffix("]"), found[1])
+            optional = " or None" if found[1].startswith("Optional[") else ""
+            raise TypeError(f"`{found[2]}` must be {wanted}{optional}, got {found[3]}") from None
 
     return checked

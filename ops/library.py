@@ -41,7 +41,7 @@ from tatten.ops.skinny_linear import fake_skinny_linear, skinny_linear
 from tatten.ops.slide import check_slide, slide_
 from tatten.ops.states import State, accumulator_dtype
 from tatten.ops.top_picks import fake_top_picks, top_picks
-from tatten.ops.validation import BLOCK_KEYS, check_call_no_grad
+from tatten.ops.validation import BLOCK_KEYS, check_call_no_grad, check_devices
 
 _library = torch.library.Library("tatten", "DEF")
 
@@ -81,6 +81,7 @@ for _schema in (
 
 def _fake_attention(call: AttentionCall) -> State:
     check_call_no_grad(call)
+    check_devices(**call.tensors)  # one tensor on `meta` is enough for a call to come here
     query, shape = call.query, call.query.shape[:3]
     out = query.new_empty((*shape, call.segments[0].value.shape[3]), dtype=call.out_dtype)
     return out, query.new_empty(shape, dtype=accumulator_dtype(query.dtype))

@@ -44,8 +44,8 @@ def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         True
     """
     check_tensors(out=out, lse=lse)
+    check_stack(out, lse)
     if torch.compiler.is_compiling():
-        check_stack(out, lse)
         return merge(out, lse)
     merged_out, merged_lse = torch.ops.tatten.merge_states.default(out, lse)
     return merged_out, merged_lse

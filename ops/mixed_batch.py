@@ -17,7 +17,7 @@ from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.pages import heads_first
 from tatten.ops.pages_validation import check_block_table
 from tatten.ops.states import NEG_INF, State, accumulator_dtype
-from tatten.ops.validation import check_decode_attention, check_kv_lens, check_no_grad
+from tatten.ops.validation import check_decode_attention, check_devices, check_kv_lens, check_no_grad
 
 MIXED = "paged_attention"
 
@@ -157,6 +157,7 @@ def read_lengths(call: MixedCall) -> tuple[list[int], list[int]]:
 def fake_mixed(call: MixedCall) -> State:
     """Return a state like the op's, uninitialised: its fake implementation."""
     check_no_grad(MIXED, **call.tensors)
+    check_devices(**call.tensors)
     n_tokens, q_heads, _ = call.query.shape
     out = call.query.new_empty((n_tokens, q_heads, call.value.shape[3]))
     return out, call.query.new_empty((n_tokens, q_heads), dtype=accumulator_dtype(call.query.dtype))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
-from tatten.ops.keywords import names_keywords
+from tatten.ops.keywords import names_arguments
 from tatten.ops.shared_pages import SharedPages, data_of_pages
 from tatten.ops.validation import check_tensors
 
@@ -51,7 +51,7 @@ def paged_attention(
     shared_pages: SharedPages | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
-@names_keywords
+@names_arguments
 def paged_attention(
     query: Tensor,
     key: Tensor,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
-from tatten.ops.keywords import names_keywords
+from tatten.ops.keywords import names_arguments
 from tatten.ops.validation import check_tensors
 
 
@@ -34,7 +34,7 @@ class SharedPages:
     page_size: int
 
 
-@names_keywords
+@names_arguments
 def shared_pages(
     block_table: Tensor, kv_lens: Tensor, *, n_pages: int, page_size: int, q_length: int = 1
 ) -> SharedPages:

@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.pages import heads_first
@@ -36,14 +37,23 @@ def check_tensors(**arguments: object) -> None:
 
 
 def check_no_grad(op: str, **tensors: Tensor | None) -> None:
-    """Raise NotImplementedError if autograd would have to differentiate `op`."""
+    """Raise NotImplementedError if autograd would have to differentiate `op`.
+
+    Public functions call it, too. Inside `torch.func.grad` and `jvp`, an op gets tensors that don't show a gradient.
+    """
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
+        if tensor is None:
+            continue
+        if tensor.requires_grad:
             raise NotImplementedError(
                 f"tatten.{op} has no backward: `{name}` must not require grad, got requires_grad=True; "
                 "call it under torch.no_grad() or pass a detached tensor"
+            )
+        if not torch.compiler.is_compiling() and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"tatten.{op} has no forward-mode derivative: `{name}` must have no tangent, got one"
             )
 
 
@@ -207,7 +217,7 @@ def check_cuda_head_dims(query: Tensor, value: Tensor) -> None:
 
 
 def check_devices(query: Tensor, **tensors: Tensor | None) -> None:
-    """Raise ValueError unless all tensors are on one device. On a CPU the dispatcher checks this."""
+    """Raise ValueError unless all tensors are on one device. On a CPU the dispatcher checks this, but for `meta`."""
     for name, x in tensors.items():
         if x is not None and x.device != query.device:
             raise ValueError(f"`{name}` must be on the device of `query`, {query.device}, got {x.device}")
