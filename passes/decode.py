@@ -66,7 +66,8 @@ class DecodeMatch(Match):
             return []
         page, sizes = self.keys[0].size_in_base(LENGTH), [_bytes_in_order(x) for x in (*self.keys, *self.values)]
         moved = "" if None in sizes else f"; the gathers moved {2 * sum(x or 0 for x in sizes)} bytes, and are gone"
-        return [f"read by block table {table} in pages of {page} key{'s' * (page != 1)}{moved}"]
+        keys = "key" if known_equal(page, 1) else "keys"
+        return [f"read by block table {table} in pages of {page} {keys}{moved}"]
 
     @property
     def too_costly(self) -> Decline | None:

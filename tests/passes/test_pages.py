@@ -8,6 +8,7 @@ from graphs import capture, run_rewritten
 from page_forms import FORMS, HKV, OP, PAGE, D, N, P, S, attend, in_order, inputs, paged, step
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import tatten
 from tatten.passes import Declined, Rewritten, cost, rewrite
 
 CPU_RATES = cost.RATES["cpu"]  # tests/conftest.py replaces the rates in each test
@@ -309,3 +310,21 @@ def test_what_is_no_table_gets_no_remark() -> None:
 def test_keys_that_want_gradients() -> None:
     q, k, v, table, mask = inputs(FORMS["pool[table]"])
     paged(step(FORMS["pool[table]"]), q, k.requires_grad_(), v, table, mask)
+
+
+def test_pages_of_a_dynamic_size() -> None:
+    """A size that only a guard makes a number is a `SymInt`, also where a page is as large as head_dim."""
+
+    def attend(q, k, v, table, lens):
+        k, v = (x.index_select(0, table.flatten()).view(2, -1, 2, 16).transpose(1, 2) for x in (k, v))
+        mask = (torch.arange(k.shape[2]) < lens[:, None])[:, None, None]
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+    compiled, lens = torch.compile(attend, backend="tatten", options={"inner": "eager"}, dynamic=True), [40, 100]
+    with tatten.recording() as report:
+        for page in (16, 8, 12):
+            pools = torch.randn(2, 40, page, 2, 16, dtype=torch.float64)
+            args = torch.randn(2, 4, 1, 16, dtype=torch.float64), *pools, torch.randperm(40).view(2, 20)
+            torch.testing.assert_close(compiled(*args, torch.tensor(lens)), attend(*args, torch.tensor(lens)))
+    assert "in pages of 16 keys" in str(report)
+    assert "tatten itself failed" not in str(report)
