@@ -62,6 +62,8 @@ def decode_options(device: torch.device) -> dict[str, Any]:
 
 def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
     """Split `options` into tatten's own and those for the inner backend."""
+    if not isinstance(options, Mapping | None):
+        raise TypeError(f"`options` must be a dict, got {type(options).__name__}")
     names = {field.name for field in fields(Options)}
     inner_options = dict(options or {})
     return Options(**{name: inner_options.pop(name) for name in names & inner_options.keys()}), inner_options

@@ -18,6 +18,7 @@ from transformers.integrations.executorch import TorchExportableModuleWithStatic
 import tatten
 
 FIRST = 7  # the token that decoding starts with, here and in main.cpp
+SLOTS = 4096  # of the cache; tatten leaves attention to much shorter ones as it is
 
 
 def build(layers: int, max_cache_len: int) -> TorchExportableModuleWithStaticCache:
@@ -59,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", help="path of the package, which ends in .pt2")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--max-cache-len", type=int, default=1024)
+    parser.add_argument("--max-cache-len", type=int, default=SLOTS)
     parser.add_argument("--new-tokens", type=int, default=16)
     args = parser.parse_args()
 

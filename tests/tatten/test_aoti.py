@@ -7,13 +7,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import tatten
+from tatten.passes import cost
 
+RATES = dict(cost.RATES)  # before the fixture that makes other kernels free
 EXAMPLE = Path(__file__).parents[2] / "examples" / "aoti"
 NEW_TOKENS = 6
 
@@ -34,6 +37,13 @@ def run(*command: str | Path) -> str:
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_the_example_is_rewritten_at_its_default_size(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setitem(cost.RATES, "cpu", RATES["cpu"])
+    example = runpy.run_path(str(EXAMPLE / "export.py"))
+    example["export"](example["build"](layers=1, max_cache_len=example["SLOTS"]))
+    assert "1 of 1 attention calls rewritten" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -78,6 +78,7 @@ def test_modes(mode: str) -> None:
         ({"options": {"iner": "eager"}}, ValueError, ["iner", "inner, max_q_len"]),
         ({"options": {"inner": "onnx"}}, ValueError, ["`inner`", "'aot_eager'", "'inductor'", "'onnx'"]),
         ({"options": {"inner": "tatten"}}, ValueError, ["`inner` must be one of", "got 'tatten'"]),
+        ({"options": ["max_q_len"]}, TypeError, ["`options` must be a dict, got list"]),
         ({"options": {"inner": 3}}, TypeError, ["`inner`", "got 3"]),
         ({"options": {"max_q_len": 0}}, ValueError, ["`max_q_len`", "at least 1", "got 0"]),
         ({"options": {"max_q_len": "8"}}, TypeError, ["`max_q_len`", "int", "got '8'"]),

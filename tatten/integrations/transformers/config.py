@@ -18,6 +18,11 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicS
 
 from tatten.ops.moved import moved
 
+_CACHE_NAME = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
 # With one of these attributes, the indexer of a config scores pools of keys, and reads more of a cache than index keys.
 _POOLS = ("index_kpool", "indexer_compress_ratio")
 
@@ -80,13 +85,7 @@ def cache_kwargs(cache: Cache | None) -> dict[str, Cache | None]:
 
         out = model.generate(prompt, **cache_kwargs(cache), max_new_tokens=256)
     """
-    return {_cache_name(): cache}
-
-
-@functools.cache
-def _cache_name() -> str:
-    parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    return "cache" if "cache" in parameters else "past_key_values"
+    return {_CACHE_NAME: cache}
 
 
 def caches_latents(config: PreTrainedConfig) -> bool:
@@ -115,10 +114,20 @@ def count_full_layers(config: PreTrainedConfig) -> int:
 
 def rope_types(config: PreTrainedConfig) -> set[str]:
     """Return the types of the model's rotary embeddings; empty if it has none."""
+    return {x.get("rope_type", "default") for x in _rope_parameters(config)}
+
+
+def longrope_length(config: PreTrainedConfig) -> int | None:
+    """Return the length of a text from which on longrope rotates all of its keys by other angles; None without it."""
+    longropes = [x for x in _rope_parameters(config) if x.get("rope_type") == "longrope"]
+    return min((int(x["original_max_position_embeddings"]) for x in longropes), default=None)
+
+
+def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the parameters of the rotary embeddings of each type of layer."""
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    by_layer_type = [x for x in rope.values() if isinstance(x, dict)] or ([rope] if rope else [])
-    return {x.get("rope_type", "default") for x in by_layer_type}
+    return [x for x in rope.values() if isinstance(x, dict)] or ([rope] if rope else [])
 
 
 def attention_implementation(config: PreTrainedConfig) -> str | None:

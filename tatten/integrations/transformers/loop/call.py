@@ -12,6 +12,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation import stopping_criteria as sc
 
 from tatten.integrations.transformers.loop.cache import decoder_layers
+from tatten.integrations.transformers.loop.capture import NoStepError
 from tatten.integrations.transformers.loop.generate_call import drafts_of, pad_token, prefill
 from tatten.integrations.transformers.loop.processors import Rule, occurred_tokens
 from tatten.integrations.transformers.loop.step import CACHE, StepState
@@ -62,8 +63,13 @@ class GenerateCall:
 
         Returns:
             The token, `[batch, 1]`, and the size of the vocabulary.
+
+        Raises:
+            NoStepError: the model did not write the cache that it was given.
         """
         outputs = prefill(self.model, self.ids, self.config, self.inputs)
+        if (written := outputs.get(CACHE)) is not None and written is not self.inputs[CACHE]:
+            raise NoStepError(f"{type(self.model).__name__} returned another cache than it was given")
         scores = self.processors(self.ids, outputs.logits[:, -1].to(copy=True, dtype=torch.float32))
         if self.config.do_sample:
             return torch.multinomial(scores.softmax(-1), num_samples=1), scores.shape[-1]

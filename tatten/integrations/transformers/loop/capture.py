@@ -12,8 +12,12 @@ from torch import Tensor, nn
 from tatten.integrations.transformers.loop.fingerprint import leaves, numbers_of
 
 
-class NotCompiledError(RuntimeError):
-    """Dynamo or the backend could not compile a step. No step has run."""
+class NoStepError(RuntimeError):
+    """A call can't be continued by steps, and no step has run. The message is the reason."""
+
+
+class NotCompiledError(NoStepError):
+    """Dynamo or the backend could not compile a step."""
 
 
 WARM_UP = 2  # steps that compile, tune and allocate workspaces before the capture
@@ -88,7 +92,8 @@ class Runner:
         except TorchDynamoException as error:
             first, *more = str(error).strip().split("\n")
             # A backend's failure has only "backend='tatten' raised:" in its first line.
-            raise NotCompiledError(f"{first} {more[0]}" if first.endswith(":") and more else first) from error
+            cause = f"{first} {more[0]}" if first.endswith(":") and more else first
+            raise NotCompiledError(f"the step does not compile as one graph: {cause}") from error
         self._steps = 1
 
     def _fingerprint(self, model: nn.Module) -> tuple[object, ...]:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import CompileConfig
 
+from tatten.options import split_options
+
 # A loop captures its step itself, so modes that let Inductor capture CUDA graphs are replaced by modes without graphs.
 WITHOUT_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
 
@@ -16,10 +18,16 @@ def compile_arguments(config: CompileConfig | None, device: torch.device) -> dic
 
     Without a config, the backend is tatten. On a GPU, tatten in its default mode gets the option `decode`, unless the
     user sets it.
+
+    Raises:
+        TypeError, ValueError: an option of tatten has a value that is not allowed. Raised while a step compiles, it
+            would count as a step that can't be compiled.
     """
     backend = "tatten" if config is None else config.backend
     mode = None if config is None else WITHOUT_GRAPHS.get(config.mode, config.mode)
     options = dict((config.options if config is not None else None) or {})
+    if backend == "tatten":
+        split_options(options)
     uses_inductor = backend == "tatten" and options.get("inner", "inductor") == "inductor"
     if uses_inductor and device.type == "cuda" and mode in (None, "default"):
         options = {"decode": not options.get("batch_invariant", False), **options}

@@ -17,7 +17,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from tatten.integrations.transformers.config import cache_kwargs
 from tatten.integrations.transformers.loop.call import GenerateCall
-from tatten.integrations.transformers.loop.capture import NotCompiledError
+from tatten.integrations.transformers.loop.capture import NoStepError, NotCompiledError
 from tatten.integrations.transformers.loop.compiling import compile_arguments
 from tatten.integrations.transformers.loop.fingerprint import state_of
 from tatten.integrations.transformers.loop.generate_call import (
@@ -105,13 +105,13 @@ class DecodeLoop:
                 with self._exclusive(input_ids.device), torch.no_grad():
                     self.reason = None
                     return self._decode(call, dropped.streamer)
-            except NotCompiledError as error:
+            except NoStepError as error:
                 if is_users_cache(inputs[CACHE]):  # it already holds the prompt
                     raise
-                reason = f"the step does not compile as one graph: {error}"
-                self._uncompiled.setdefault(model, {})[_compile_key(model, generation_config, input_ids, dropped)] = (
-                    reason
-                )
+                reason = str(error)
+                if isinstance(error, NotCompiledError):
+                    key = _compile_key(model, generation_config, input_ids, dropped)
+                    self._uncompiled.setdefault(model, {})[key] = reason
                 set_rng_state(input_ids.device, state)
         self.reason, self.not_captured, self.launched_steps = reason, None, 0
         if reason not in self._logged:

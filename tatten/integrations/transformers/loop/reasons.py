@@ -6,11 +6,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation import stopping_criteria as sc
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
+from tatten.integrations.transformers.config import longrope_length
 from tatten.integrations.transformers.loop.cache import static_cache
 from tatten.integrations.transformers.loop.generate_call import Dropped, drafts_of, is_users_cache, moved_method
 from tatten.integrations.transformers.loop.processors import unsupported_processor
@@ -43,12 +44,15 @@ def reason_against(
         dropped: the arguments that `generate` does not pass on.
     """
     draft = None if config.prompt_lookup_num_tokens else dropped.assistant_model
+    has_drafts = bool(config.prompt_lookup_num_tokens or draft)
+    lengths = [int(x.max_length) for x in criteria if isinstance(x, sc.MaxLengthCriteria)]
     checks = (
         moved_method(model),
         _mode(config, dropped),
         _results(config),
         _model(model, ids, inputs),
-        None if any(isinstance(x, sc.MaxLengthCriteria) for x in criteria) else "the text has no largest length",
+        None if lengths else "the text has no largest length",
+        *(_longest_text(x, min(lengths), has_drafts) for x in (model, draft) if x is not None and lengths),
         "two repetition penalties may ignore two parts of a prompt" if _penalties(processors) > 1 else None,
         next((text for x in processors if (text := unsupported_processor(x, ids.shape[1])) is not None), None),
         next(
@@ -60,7 +64,7 @@ def reason_against(
             None,
         ),
         _cache(cache, config),
-        _drafts(model, ids, processors, config, cache, inputs) if config.prompt_lookup_num_tokens or draft else None,
+        _drafts(model, ids, processors, config, cache, inputs) if has_drafts else None,
         _assistant(model, draft, config) if draft is not None else None,
     )
     return next((text for text in checks if text is not None), None)
@@ -97,6 +101,18 @@ def _model(model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> str |
         return "the indexer of the model picks masked keys, as many as the cache has slots"
     unknown = sorted(name for name, x in inputs.items() if x is not None and x is not False and name not in INPUTS)
     return f"the input `{unknown[0]}` of the model may change at each step" if unknown else None
+
+
+def _longest_text(model: PreTrainedModel, length: int, has_drafts: bool) -> str | None:
+    """Return the reason why steps can't generate a text of this length, or None."""
+    limit = getattr(model.config, "original_max_position_embeddings", None)
+    prepares = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    if prepares and limit is not None and length > limit:  # Phi-3 and its relatives
+        return f"{type(model).__name__} may compute its cache anew in a text of more than {limit} tokens"
+    switch = longrope_length(model.config)
+    if has_drafts and switch is not None and length > switch:
+        return f"one draft beyond {switch} tokens gives all tokens of a step the other angles of longrope"
+    return None
 
 
 def _on_device(model: PreTrainedModel, device: torch.device) -> bool:
@@ -142,6 +158,9 @@ def _drafts(
     mask = inputs.get("attention_mask")  # transformers 5.17 passes one of ones
     if len(ids) != 1 or model.config.is_encoder_decoder or (mask is not None and not bool(mask.all())):
         return f"{method} takes one sequence without padding, of a decoder"
+    positions = inputs.get("position_ids")
+    if positions is not None and not torch.equal(positions, torch.arange(ids.shape[1], device=ids.device)[None]):
+        return f"{method} counts positions from 0 on"
     if is_users_cache(cache) or config.return_dict_in_generate:
         return f"{method} keeps its cache to itself"
     return _cannot_remove_drafts(model, cache)

@@ -1,0 +1,130 @@
+"""Models that drop their cache or change their angles as a text grows, and positions that the user passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import CompileConfig, DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from tatten.integrations.transformers import DecodeLoop, cache_kwargs
+
+EAGER = CompileConfig(backend="tatten", mode=None, options={"inner": "eager"})
+EAGER._compile_all_devices = True
+LIMIT = 20  # tokens
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": LIMIT,
+    "partial_rotary_factor": 1.0,
+}
+EVERY_OTHER = torch.arange(10)[None] * 2 + 3
+
+
+class DropsItsCache(LlamaForCausalLM):
+    """Writes a cache of its own, as no model of transformers does that `reasons` doesn't know."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        first = kwargs["input_ids"].shape[1] > 1
+        return super().forward(*args, **kwargs, **(cache_kwargs(DynamicCache()) if first else {}))
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        if inputs["input_ids"].shape[1] > 1:
+            inputs.pop(next(iter(cache_kwargs(None))))
+        return inputs
+
+
+def model_of(kind: str, longrope: bool) -> transformers.PreTrainedModel:
+    rope = {"rope_parameters": dict(LONGROPE)} if longrope else {}
+    torch.manual_seed(0)
+    if kind == "DropsItsCache":
+        model = DropsItsCache(LlamaConfig(**SMALL))
+    else:
+        limit = {} if kind == "Llama" else {"original_max_position_embeddings": LIMIT}
+        model = getattr(transformers, f"{kind}ForCausalLM")(
+            getattr(transformers, f"{kind}Config")(**SMALL, **limit, **rope)
+        )
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0, 0.2)  # no token repeats for long, so that wrong keys change the text
+    return model.eval()
+
+
+def generated(model: transformers.PreTrainedModel, prompt: int, **more: Any) -> Tensor:
+    ids = torch.randint(3, 64, (1, prompt), generator=torch.Generator().manual_seed(3))
+    return model.generate(ids, do_sample=False, **{"max_new_tokens": 30, **more})
+
+
+LOOKUP = {"prompt_lookup_num_tokens": 5}
+CASES: dict[str, tuple[str, bool, int, dict[str, Any], str | None]] = {
+    "a long prompt": ("Phi3", False, 25, {}, "may compute its cache anew in a text of more than 20 tokens"),
+    "a prompt that grows long": ("Phi3", True, 10, {}, "may compute its cache anew"),
+    "experts": ("Phimoe", False, 25, {}, "PhimoeForCausalLM may compute its cache anew"),
+    "a short text": ("Phi3", True, 5, {"max_new_tokens": 15}, None),
+    "longrope": ("Llama", True, 10, {}, None),
+    "drafts beyond longrope's limit": ("Llama", True, 10, LOOKUP, "one draft beyond 20 tokens"),
+    "drafts within it": ("Llama", True, 5, {**LOOKUP, "max_new_tokens": 15}, None),
+    "positions": ("Llama", False, 10, {"position_ids": EVERY_OTHER}, None),
+    "drafts at positions": ("Llama", False, 10, {**LOOKUP, "position_ids": EVERY_OTHER}, "counts positions from 0 on"),
+    "drafts at the usual positions": ("Llama", False, 10, {**LOOKUP, "position_ids": torch.arange(10)[None]}, None),
+    "a cache of its own": ("DropsItsCache", False, 10, {}, "DropsItsCache returned another cache than it was given"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_generate(case: str) -> None:
+    kind, longrope, prompt, more, reason = CASES[case]
+    if longrope and transformers.__version__ < "5.24":
+        pytest.skip("longrope looks at positions on the host")
+    model, loop = model_of(kind, longrope), DecodeLoop()
+    if kind == "DropsItsCache":
+        loop_only = {"custom_generate": loop, "compile_config": EAGER}
+        assert generated(model, prompt, **loop_only).shape == (1, prompt + 30)
+    else:
+        # `generate` drafts across longrope's limit, too, and its tokens aren't greedy there.
+        own = {name: x for name, x in more.items() if reason is not None or name not in LOOKUP}
+        result = generated(model, prompt, **more, custom_generate=loop, compile_config=EAGER)
+        assert torch.equal(result, generated(model, prompt, **own))
+    assert str(loop.reason) == "None" if reason is None else reason in str(loop.reason)
+
+
+def test_an_assistant_at_positions() -> None:
+    model, loop = model_of("Llama", False), DecodeLoop()
+    more = {"position_ids": EVERY_OTHER}
+    looped = {"assistant_model": model, "custom_generate": loop, "compile_config": EAGER}
+    assert torch.equal(generated(model, 10, **more, **looped), generated(model, 10, **more))
+    assert "counts positions from 0 on" in str(loop.reason)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"max_q_len": 0}, ValueError, "option `max_q_len` must be at least 1, got 0"),
+        ({"inner": "eager", "decode": True}, ValueError, "option `decode` needs `inner`"),
+        ({"max_q_len": "8"}, TypeError, "`max_q_len`"),
+    ],
+)
+def test_a_bad_option_is_an_error(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    """It is no step that can't be compiled, for which `generate` would run its own loop."""
+    config = CompileConfig(backend="tatten", mode=None, options=options)
+    config._compile_all_devices = True
+    with pytest.raises(error, match=says):
+        generated(model_of("Llama", False), 5, custom_generate=DecodeLoop(), compile_config=config)
