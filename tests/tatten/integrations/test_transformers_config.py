@@ -1,4 +1,4 @@
-"""What is read from configs of transformers."""
+"""Properties of models that are read from their configs."""
 
 from __future__ import annotations
 
