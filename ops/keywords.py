@@ -27,8 +27,9 @@ def names_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     Raises:
         TypeError: an argument that must be passed by keyword is not, or has another type than the op takes.
-        NotImplementedError: a tensor requires grad, or has a tangent. Inside `torch.func.grad` and `jvp` the op does
-            not see this, and its result would have no gradient.
+        NotImplementedError: a tensor requires grad, or has a tangent, while gradients are enabled. Inside
+            `torch.func.grad` and `jvp` the op does not see this, and its result would have no gradient. Compiled code
+            does not see it either.
     """
     parameters = inspect.signature(function).parameters.values()
     positional = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]

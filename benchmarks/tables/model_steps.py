@@ -162,6 +162,7 @@ TABLES = {
             "sampled": loop_ms("loop_sampled"),
             "streamed": loop_ms("loop_streamed"),
             "loop, Inductor alone": loop_ms("loop_inductor"),
+            "gpt-fast of 2024": loop_ms("gpt_fast"),
             "replay": figure("replay_ms", 2),
             "byte floor": figure("floor_ms", 2),
             "loop to floor": loop_to_floor,

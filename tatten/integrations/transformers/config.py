@@ -120,7 +120,8 @@ def rope_types(config: PreTrainedConfig) -> set[str]:
 def longrope_length(config: PreTrainedConfig) -> int | None:
     """Return the length of a text from which on longrope rotates all of its keys by other angles; None without it."""
     longropes = [x for x in _rope_parameters(config) if x.get("rope_type") == "longrope"]
-    return min((int(x["original_max_position_embeddings"]) for x in longropes), default=None)
+    lengths = [x.get("original_max_position_embeddings") for x in longropes]
+    return min((x for x in lengths if x is not None), default=None)
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:

@@ -8,7 +8,15 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import CompileConfig, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+)
 
 from tatten.integrations.transformers import DecodeLoop, cache_kwargs
 
@@ -39,17 +47,11 @@ EVERY_OTHER = torch.arange(10)[None] * 2 + 3
 
 
 class DropsItsCache(LlamaForCausalLM):
-    """Writes a cache of its own, as no model of transformers does that `reasons` doesn't know."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        first = kwargs["input_ids"].shape[1] > 1
-        return super().forward(*args, **kwargs, **(cache_kwargs(DynamicCache()) if first else {}))
+    """Writes another cache than it is given, as no model of transformers does that `reasons` doesn't know."""
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        if inputs["input_ids"].shape[1] > 1:
-            inputs.pop(next(iter(cache_kwargs(None))))
-        return inputs
+        return inputs | (cache_kwargs(DynamicCache()) if inputs["input_ids"].shape[1] > 1 else {})
 
 
 def model_of(kind: str, longrope: bool) -> transformers.PreTrainedModel:
@@ -80,7 +82,7 @@ CASES: dict[str, tuple[str, bool, int, dict[str, Any], str | None]] = {
     "experts": ("Phimoe", False, 25, {}, "PhimoeForCausalLM may compute its cache anew"),
     "a short text": ("Phi3", True, 5, {"max_new_tokens": 15}, None),
     "longrope": ("Llama", True, 10, {}, None),
-    "drafts beyond longrope's limit": ("Llama", True, 10, LOOKUP, "one draft beyond 20 tokens"),
+    "drafts beyond longrope's limit": ("Llama", True, 10, LOOKUP, "longrope changes its angles at 20 tokens"),
     "drafts within it": ("Llama", True, 5, {**LOOKUP, "max_new_tokens": 15}, None),
     "positions": ("Llama", False, 10, {"position_ids": EVERY_OTHER}, None),
     "drafts at positions": ("Llama", False, 10, {**LOOKUP, "position_ids": EVERY_OTHER}, "counts positions from 0 on"),
@@ -104,6 +106,37 @@ def test_tokens_are_those_of_generate(case: str) -> None:
         result = generated(model, prompt, **more, custom_generate=loop, compile_config=EAGER)
         assert torch.equal(result, generated(model, prompt, **own))
     assert str(loop.reason) == "None" if reason is None else reason in str(loop.reason)
+
+
+@pytest.mark.parametrize("more", [{}, {"prefill_chunk_size": 4}, {"cache": StaticCache}], ids=["", "chunks", "users"])
+def test_another_cache_is_seen(more: dict[str, Any]) -> None:
+    """A prefill in chunks replaces the cache of the call, and one of the user's was not written."""
+    model, loop = model_of("DropsItsCache", False), DecodeLoop()
+    cache = cache_kwargs(StaticCache(config=model.config, max_cache_len=64)) if "cache" in more else {}
+    options = {name: x for name, x in more.items() if name != "cache"}
+    for _ in range(2):
+        generated(model, 10, **options, **cache, custom_generate=loop, compile_config=EAGER)
+        assert "returned another cache than it was given" in str(loop.reason)
+
+
+def test_a_model_that_wraps_the_cache() -> None:
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=64, add_cross_attention=True, eos_token_id=None)
+    torch.manual_seed(0)
+    model, loop = GPT2LMHeadModel(config).eval(), DecodeLoop()
+    more = {"max_new_tokens": 12, "pad_token_id": 0}
+    result = generated(model, 10, **more, custom_generate=loop, compile_config=EAGER)
+    assert loop.reason is None
+    assert torch.equal(result, generated(model, 10, **more))
+
+
+def test_the_limit_of_a_draft_model_is_no_reason() -> None:
+    """The model checks all drafts, so that those of a draft model beyond its limit are only worse."""
+    model, draft, loop = model_of("Llama", False), model_of("Phi3", False), DecodeLoop()
+    draft.generation_config.num_assistant_tokens = 3
+    looped = {"assistant_model": draft, "custom_generate": loop, "compile_config": EAGER}
+    result = generated(model, 10, **looped)
+    assert loop.reason is None
+    assert torch.equal(result, generated(model, 10))
 
 
 def test_an_assistant_at_positions() -> None:

@@ -34,6 +34,7 @@ def test_cache_kwargs_in_compiled_code() -> None:
     [
         ({"rope_type": "default", "rope_theta": 1e4}, {"default"}, None),
         (LONGROPE, {"longrope"}, 32),
+        ({"rope_type": "longrope", **FACTORS}, {"longrope"}, None),
     ],
 )
 def test_rotary_embeddings(parameters: dict, types: set[str], length: int | None) -> None:

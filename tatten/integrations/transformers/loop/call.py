@@ -67,8 +67,11 @@ class GenerateCall:
         Raises:
             NoStepError: the model did not write the cache that it was given.
         """
+        given = self.inputs[CACHE]  # the prefill replaces it if it runs in chunks
         outputs = prefill(self.model, self.ids, self.config, self.inputs)
-        if (written := outputs.get(CACHE)) is not None and written is not self.inputs[CACHE]:
+        written = getattr(outputs, CACHE, None)
+        # GPT-2 with cross-attention returns the cache as a part of an EncoderDecoderCache.
+        if written is not None and given not in (written, getattr(written, "self_attention_cache", None)):
             raise NoStepError(f"{type(self.model).__name__} returned another cache than it was given")
         scores = self.processors(self.ids, outputs.logits[:, -1].to(copy=True, dtype=torch.float32))
         if self.config.do_sample:

@@ -20,8 +20,8 @@ def compile_arguments(config: CompileConfig | None, device: torch.device) -> dic
     user sets it.
 
     Raises:
-        TypeError, ValueError: an option of tatten has a value that is not allowed. Raised while a step compiles, it
-            would count as a step that can't be compiled.
+        TypeError, ValueError: an option of tatten has a value that is not allowed. An error that is raised while a step
+            compiles would count as a step that can't be compiled.
     """
     backend = "tatten" if config is None else config.backend
     mode = None if config is None else WITHOUT_GRAPHS.get(config.mode, config.mode)

@@ -106,12 +106,10 @@ class DecodeLoop:
                     self.reason = None
                     return self._decode(call, dropped.streamer)
             except NoStepError as error:
-                if is_users_cache(inputs[CACHE]):  # it already holds the prompt
-                    raise
-                reason = str(error)
-                if isinstance(error, NotCompiledError):
-                    key = _compile_key(model, generation_config, input_ids, dropped)
-                    self._uncompiled.setdefault(model, {})[key] = reason
+                if isinstance(error, NotCompiledError) and is_users_cache(inputs[CACHE]):
+                    raise  # the cache already holds the prompt
+                reason, key = str(error), _compile_key(model, generation_config, input_ids, dropped)
+                self._uncompiled.setdefault(model, {})[key] = reason
                 set_rng_state(input_ids.device, state)
         self.reason, self.not_captured, self.launched_steps = reason, None, 0
         if reason not in self._logged:

@@ -52,7 +52,7 @@ def reason_against(
         _results(config),
         _model(model, ids, inputs),
         None if lengths else "the text has no largest length",
-        *(_longest_text(x, min(lengths), has_drafts) for x in (model, draft) if x is not None and lengths),
+        _longest_text(model, min(lengths), has_drafts) if lengths else None,
         "two repetition penalties may ignore two parts of a prompt" if _penalties(processors) > 1 else None,
         next((text for x in processors if (text := unsupported_processor(x, ids.shape[1])) is not None), None),
         next(
@@ -109,9 +109,9 @@ def _longest_text(model: PreTrainedModel, length: int, has_drafts: bool) -> str 
     prepares = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
     if prepares and limit is not None and length > limit:  # Phi-3 and its relatives
         return f"{type(model).__name__} may compute its cache anew in a text of more than {limit} tokens"
-    switch = longrope_length(model.config)
-    if has_drafts and switch is not None and length > switch:
-        return f"one draft beyond {switch} tokens gives all tokens of a step the other angles of longrope"
+    switch = longrope_length(model.config) if has_drafts else None
+    if switch is not None and length > switch:
+        return f"longrope changes its angles at {switch} tokens, which the drafts of a step may cross"
     return None
 
 
