@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
+from tatten.ops.argument_names import names_arguments
 from tatten.ops.call import check_segments
-from tatten.ops.keywords import names_arguments
 from tatten.ops.masks import BlockMask, data_of
 from tatten.ops.picks import MISSING_INDICES, distinct_picks
 from tatten.ops.segment_validation import check_rows_fit

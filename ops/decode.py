@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
-from tatten.ops.keywords import names_arguments
+from tatten.ops.argument_names import names_arguments
 from tatten.ops.masks import BlockList, BlockMask, KeySpans, data_of
 from tatten.ops.pages_validation import check_without_picks
 from tatten.ops.picks import picks_options

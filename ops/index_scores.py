@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
-from tatten.ops.keywords import names_arguments
+from tatten.ops.argument_names import names_arguments
 from tatten.ops.validation import check_tensors
 
 

@@ -39,6 +39,7 @@ from tatten.ops.project_heads import fake_project_heads, project_heads
 from tatten.ops.sizes import ceil_div
 from tatten.ops.skinny_linear import fake_skinny_linear, skinny_linear
 from tatten.ops.slide import check_slide, slide_
+from tatten.ops.state_validation import check_stack
 from tatten.ops.states import State, accumulator_dtype
 from tatten.ops.top_picks import fake_top_picks, top_picks
 from tatten.ops.validation import BLOCK_KEYS, check_call_no_grad, check_devices
@@ -117,6 +118,7 @@ def _(attn_mask: Tensor, kv_batch: int, every_block: bool = False) -> Tensor:
 
 @torch.library.register_fake("tatten::merge_states", lib=_library)
 def _(out: Tensor, lse: Tensor, *, batch_invariant: bool = False) -> State:
+    check_stack(out, lse)
     return out.new_empty(out.shape[1:]), lse.new_empty(lse.shape[1:])
 
 

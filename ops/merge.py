@@ -8,7 +8,7 @@ from torch import Tensor
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
 from tatten.ops.state_validation import check_stack, check_state_pair
 from tatten.ops.states import merge
-from tatten.ops.validation import check_tensors
+from tatten.ops.validation import check_no_grad, check_tensors
 
 
 def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,9 +44,10 @@ def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         True
     """
     check_tensors(out=out, lse=lse)
-    check_stack(out, lse)
     if torch.compiler.is_compiling():
+        check_stack(out, lse)
         return merge(out, lse)
+    check_no_grad("merge_states", out=out, lse=lse)
     merged_out, merged_lse = torch.ops.tatten.merge_states.default(out, lse)
     return merged_out, merged_lse
 

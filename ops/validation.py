@@ -51,7 +51,7 @@ def check_no_grad(op: str, **tensors: Tensor | None) -> None:
                 f"tatten.{op} has no backward: `{name}` must not require grad, got requires_grad=True; "
                 "call it under torch.no_grad() or pass a detached tensor"
             )
-        if not torch.compiler.is_compiling() and forward_ad.unpack_dual(tensor).tangent is not None:
+        if forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError(
                 f"tatten.{op} has no forward-mode derivative: `{name}` must have no tangent, got one"
             )

@@ -23,13 +23,13 @@ _TYPES = {"Tensor": "a Tensor", "int": "an int", "float": "a float", "bool": "a 
 
 
 def names_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a public function that calls an op of its own name, and whose later arguments are keyword-only.
+    """Decorate a public function that calls an op of its own name, and takes its options by keyword only.
 
     Raises:
         TypeError: an argument that must be passed by keyword is not, or has another type than the op takes.
         NotImplementedError: a tensor requires grad, or has a tangent, while gradients are enabled. Inside
-            `torch.func.grad` and `jvp` the op does not see this, and its result would have no gradient. Compiled code
-            does not see it either.
+            `torch.func.grad` and `jvp` the op does not see this, and its result would have no gradient. In compiled
+            code, `torch.func.grad` hides it from this function as well, before PyTorch 2.15.
     """
     parameters = inspect.signature(function).parameters.values()
     positional = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
@@ -49,15 +49,16 @@ def names_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 elif isinstance(x, list | tuple):
                     tensors = {f"{name}[{i}]": part for i, part in enumerate(x) if isinstance(part, Tensor)}
                     check_no_grad(function.__name__, **tensors)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # Dynamo can't resume a function after a graph break inside a `try`
             return function(*args, **kwargs)
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:
-            if (found := _OTHER_TYPE.search(str(error))) is None:
+            if (mismatch := _OTHER_TYPE.search(str(error))) is None:
                 raise
-            wanted = _TYPES.get(found[1].removeprefix("Optional[").removesuffix("]"), found[1])
-            optional = " or None" if found[1].startswith("Optional[") else ""
-            raise TypeError(f"`{found[2]}` must be {wanted}{optional}, got {found[3]}") from None
+            expected, name, got = mismatch.groups()
+            wanted = _TYPES.get(expected.removeprefix("Optional[").removesuffix("]"), expected)
+            optional = " or None" if expected.startswith("Optional[") else ""
+            raise TypeError(f"`{name}` must be {wanted}{optional}, got {got}") from None
 
     return checked
