@@ -16,6 +16,7 @@ from tatten.ops.layout import LENGTH
 from tatten.passes.cost import Cost, cost_of
 from tatten.passes.dequantised import Scale, both_in_8_bits
 from tatten.passes.drafts import Drafting, Drafts
+from tatten.passes.findings import counted
 from tatten.passes.indices import insert_indices
 from tatten.passes.masks import Masks
 from tatten.passes.match import Match
@@ -66,8 +67,7 @@ class DecodeMatch(Match):
             return []
         page, sizes = self.keys[0].size_in_base(LENGTH), [_bytes_in_order(x) for x in (*self.keys, *self.values)]
         moved = "" if None in sizes else f"; the gathers moved {2 * sum(x or 0 for x in sizes)} bytes, and are gone"
-        keys = "key" if known_equal(page, 1) else "keys"
-        return [f"read by block table {table} in pages of {page} {keys}{moved}"]
+        return [f"read by block table {table} in pages of {counted(page, 'key')}{moved}"]
 
     @property
     def too_costly(self) -> Decline | None:

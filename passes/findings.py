@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 import torch
+from torch import SymInt
 from torch.fx import Node
 
 from tatten.passes.cost import Cost
@@ -16,6 +17,11 @@ from tatten.passes.reasons import Decline
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)')
+
+
+def counted(n: int | SymInt, one: str, plural: str = "s") -> str:
+    """Return a number and a noun, of which `plural` is the ending for all numbers but 1."""
+    return f"{n} {one}{'' if n == 1 else plural}"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tatten.passes.calls import calls_ops
 from tatten.passes.describe import declined
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN
 from tatten.passes.find_index_scores import IndexerScores, find_index_scores
-from tatten.passes.findings import Declined, GraphReport, Rewritten, source_location
+from tatten.passes.findings import Declined, GraphReport, Rewritten, counted, source_location
 from tatten.passes.index_steps import is_relu
 from tatten.passes.internal import CallError, Snapshot, decline_internal, declined_graph, or_nothing
 from tatten.passes.masks import Masks
@@ -103,14 +103,10 @@ def _run_passes(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> tu
     linears = or_nothing(lambda: _find_linears(gm, run), errors)
     launches = _edit_each(linears, lambda x: x.layers[0].node, apply_linear_group, failed, errors)
     layers = sum(len(x.layers) for x in linears if x.layers[0].node.name not in failed)
-    notes = [f"{_counted(moved, 'full cache')} of sliding windows moved in place"] if moved else []
-    notes += [f"{_counted(unsorted, 'selection')} of keys without a sort"] if unsorted else []
-    notes += [f"{_counted(layers, 'linear layer')} in {_counted(launches, 'launch', 'es')}"] if launches else []
+    notes = [f"{counted(moved, 'full cache')} of sliding windows moved in place"] if moved else []
+    notes += [f"{counted(unsorted, 'selection')} of keys without a sort"] if unsorted else []
+    notes += [f"{counted(layers, 'linear layer')} in {counted(launches, 'launch', 'es')}"] if launches else []
     return [*findings, *others, *nested, *scores, *errors], "; ".join(notes)
-
-
-def _counted(n: int, one: str, plural: str = "s") -> str:
-    return f"{n} {one}{plural * (n != 1)}"
 
 
 def _find_linears(gm: GraphModule, run: Run) -> list[LinearGroup]:
