@@ -18,7 +18,8 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicS
 
 from tatten.ops.moved import moved
 
-_CACHE_NAME = (
+# The name that the methods of transformers give to a cache.
+CACHE = (
     "cache"
     if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     else "past_key_values"
@@ -85,7 +86,7 @@ def cache_kwargs(cache: Cache | None) -> dict[str, Cache | None]:
 
         out = model.generate(prompt, **cache_kwargs(cache), max_new_tokens=256)
     """
-    return {_CACHE_NAME: cache}
+    return {CACHE: cache}
 
 
 def caches_latents(config: PreTrainedConfig) -> bool:

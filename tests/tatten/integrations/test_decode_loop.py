@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 import transformers
 from torch import Tensor
@@ -26,17 +27,7 @@ pytestmark = pytest.mark.drawn(8)
 
 EAGER = CompileConfig(backend="tatten", mode=None, options={"inner": "eager"})
 PROMPT = 20
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 120,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
+SMALL = tiny_models.GQA | {"vocab_size": 120, "max_position_embeddings": 512, "pad_token_id": 0, "eos_token_id": 1}
 WINDOW = {**SMALL, "sliding_window": 16}
 LATENTS = {
     **{name: x for name, x in SMALL.items() if name != "num_key_value_heads"},

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.call import GenerateCall
 from tatten.integrations.transformers.loop.generate_call import prefill
-from tatten.integrations.transformers.loop.step import CACHE, StepState
+from tatten.integrations.transformers.loop.step import StepState
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,17 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import StaticLayer
 from transformers.generation import stopping_criteria as sc
 
+from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.cache import decoder_layers
 from tatten.integrations.transformers.loop.capture import NoStepError
 from tatten.integrations.transformers.loop.generate_call import drafts_of, pad_token, prefill
 from tatten.integrations.transformers.loop.processors import Rule, occurred_tokens
-from tatten.integrations.transformers.loop.step import CACHE, StepState
+from tatten.integrations.transformers.loop.step import StepState
+
+
+def longest_text(criteria: Iterable[Any]) -> int | None:
+    """Return the largest number of tokens of a text, or None if the criteria set none."""
+    return min((int(x.max_length) for x in criteria if isinstance(x, sc.MaxLengthCriteria)), default=None)
 
 
 @dataclass
@@ -32,7 +39,9 @@ class GenerateCall:
 
     @property
     def max_length(self) -> int:
-        return min(int(x.max_length) for x in self._all(sc.MaxLengthCriteria))
+        length = longest_text(self.criteria)
+        assert length is not None  # else `reasons` declines the call
+        return length
 
     @property
     def drafts(self) -> int:
@@ -67,11 +76,11 @@ class GenerateCall:
         Raises:
             NoStepError: the model did not write the cache that it was given.
         """
-        given = self.inputs[CACHE]  # the prefill replaces it if it runs in chunks
+        cache = self.inputs[CACHE]  # a prefill in chunks replaces it
         outputs = prefill(self.model, self.ids, self.config, self.inputs)
-        written = getattr(outputs, CACHE, None)
+        returned = getattr(outputs, CACHE, None)
         # GPT-2 with cross-attention returns the cache as a part of an EncoderDecoderCache.
-        if written is not None and given not in (written, getattr(written, "self_attention_cache", None)):
+        if returned is not None and cache not in (returned, getattr(returned, "self_attention_cache", None)):
             raise NoStepError(f"{type(self.model).__name__} returned another cache than it was given")
         scores = self.processors(self.ids, outputs.logits[:, -1].to(copy=True, dtype=torch.float32))
         if self.config.do_sample:

@@ -27,10 +27,9 @@ def compile_arguments(config: CompileConfig | None, device: torch.device) -> dic
     mode = None if config is None else WITHOUT_GRAPHS.get(config.mode, config.mode)
     options = dict((config.options if config is not None else None) or {})
     if backend == "tatten":
-        split_options(options)
-    uses_inductor = backend == "tatten" and options.get("inner", "inductor") == "inductor"
-    if uses_inductor and device.type == "cuda" and mode in (None, "default"):
-        options = {"decode": not options.get("batch_invariant", False), **options}
+        tatten_options, _ = split_options(options)
+        if tatten_options.inner == "inductor" and device.type == "cuda" and mode in (None, "default"):
+            options = {"decode": not tatten_options.batch_invariant, **options}
     return {"backend": backend, "mode": mode, "options": options or None}
 
 

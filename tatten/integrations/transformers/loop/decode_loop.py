@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from tatten.integrations.transformers.config import cache_kwargs
+from tatten.integrations.transformers.config import CACHE, cache_kwargs
 from tatten.integrations.transformers.loop.call import GenerateCall
 from tatten.integrations.transformers.loop.capture import NoStepError, NotCompiledError
 from tatten.integrations.transformers.loop.compiling import compile_arguments
@@ -32,7 +32,6 @@ from tatten.integrations.transformers.loop.generate_call import (
 from tatten.integrations.transformers.loop.prepared import Steps, cache_for, prepare
 from tatten.integrations.transformers.loop.reader import Reader
 from tatten.integrations.transformers.loop.reasons import reason_against
-from tatten.integrations.transformers.loop.step import CACHE
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class DecodeLoop:
         self.not_captured: str | None = None
         self.launched_steps = 0
         self._steps: weakref.WeakKeyDictionary[nn.Module, Steps] = weakref.WeakKeyDictionary()
-        self._uncompiled: weakref.WeakKeyDictionary[nn.Module, dict[object, str]] = weakref.WeakKeyDictionary()
+        self._declined: weakref.WeakKeyDictionary[nn.Module, dict[object, str]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._running: int | None = None  # the thread whose call has the lock
         self._last_call: torch.cuda.Event | None = None
@@ -78,7 +77,7 @@ class DecodeLoop:
             raise RuntimeError("`reset` must not be called by a streamer or a hook of a call that is running")
         with self._lock:
             self._steps.clear()
-            self._uncompiled.clear()
+            self._declined.clear()
 
     def __call__(
         self,
@@ -109,7 +108,7 @@ class DecodeLoop:
                 if isinstance(error, NotCompiledError) and is_users_cache(inputs[CACHE]):
                     raise  # the cache already holds the prompt
                 reason, key = str(error), _compile_key(model, generation_config, input_ids, dropped)
-                self._uncompiled.setdefault(model, {})[key] = reason
+                self._declined.setdefault(model, {})[key] = reason
                 set_rng_state(input_ids.device, state)
         self.reason, self.not_captured, self.launched_steps = reason, None, 0
         if reason not in self._logged:
@@ -129,8 +128,8 @@ class DecodeLoop:
     ) -> str | None:
         if self._running == threading.get_ident():
             return "this loop is running in this thread, and a streamer or a hook called it"
-        uncompiled = self._uncompiled.get(model, {})
-        if uncompiled and (reason := uncompiled.get(_compile_key(model, config, ids, dropped))) is not None:
+        declined = self._declined.get(model, {})
+        if declined and (reason := declined.get(_compile_key(model, config, ids, dropped))) is not None:
             return reason
         return reason_against(
             model, ids, logits_processor, stopping_criteria, config, inputs.get(CACHE), inputs, dropped
@@ -208,7 +207,7 @@ class DecodeLoop:
 
 
 def _compile_key(model: nn.Module, config: GenerationConfig, ids: Tensor, dropped: Dropped) -> object:
-    """Return a key of the call. If a step does not compile, no call with the same key compiles."""
+    """Return a key of the call. If a step does not compile, no call with the same key compiles one."""
     draft = dropped.assistant_model
     states = state_of(model), None if draft is None else state_of(draft)
     return repr(compile_arguments(config.compile_config, ids.device)), *states

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache, EncoderDecoderCache
 
 from tatten.caches.static_address import mark_static
+from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.assistant import Assistant, first_draft, next_draft
 from tatten.integrations.transformers.loop.cache import capacity_for, decoder_layers, empty, static_cache
 from tatten.integrations.transformers.loop.call import GenerateCall, initial_state
@@ -23,7 +24,7 @@ from tatten.integrations.transformers.loop.fingerprint import leaves, state_of
 from tatten.integrations.transformers.loop.generate_call import is_users_cache
 from tatten.integrations.transformers.loop.lookup import lookup_step
 from tatten.integrations.transformers.loop.processors import rules
-from tatten.integrations.transformers.loop.step import CACHE, StepState, decode_step
+from tatten.integrations.transformers.loop.step import StepState, decode_step
 from tatten.integrations.transformers.loop.verify import verify
 
 MOST_STEPS = 8  # prepared steps that are kept for a model

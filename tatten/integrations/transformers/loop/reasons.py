@@ -13,6 +13,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from tatten.integrations.transformers.config import longrope_length
 from tatten.integrations.transformers.loop.cache import static_cache
+from tatten.integrations.transformers.loop.call import longest_text
 from tatten.integrations.transformers.loop.generate_call import Dropped, drafts_of, is_users_cache, moved_method
 from tatten.integrations.transformers.loop.processors import unsupported_processor
 
@@ -45,14 +46,13 @@ def reason_against(
     """
     draft = None if config.prompt_lookup_num_tokens else dropped.assistant_model
     has_drafts = bool(config.prompt_lookup_num_tokens or draft)
-    lengths = [int(x.max_length) for x in criteria if isinstance(x, sc.MaxLengthCriteria)]
+    length = longest_text(criteria)
     checks = (
         moved_method(model),
         _mode(config, dropped),
         _results(config),
         _model(model, ids, inputs),
-        None if lengths else "the text has no largest length",
-        _longest_text(model, min(lengths), has_drafts) if lengths else None,
+        "the text has no largest length" if length is None else _long_text(model, length, has_drafts),
         "two repetition penalties may ignore two parts of a prompt" if _penalties(processors) > 1 else None,
         next((text for x in processors if (text := unsupported_processor(x, ids.shape[1])) is not None), None),
         next(
@@ -103,7 +103,7 @@ def _model(model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> str |
     return f"the input `{unknown[0]}` of the model may change at each step" if unknown else None
 
 
-def _longest_text(model: PreTrainedModel, length: int, has_drafts: bool) -> str | None:
+def _long_text(model: PreTrainedModel, length: int, has_drafts: bool) -> str | None:
     """Return the reason why steps can't generate a text of this length, or None."""
     limit = getattr(model.config, "original_max_position_embeddings", None)
     prepares = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation

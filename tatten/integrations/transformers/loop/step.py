@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from tatten.integrations.transformers.config import cache_kwargs
+from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.processors import History, Scores
-
-CACHE = next(iter(cache_kwargs(None)))  # the name of the model's argument, computed outside of traced code
 
 
 @dataclass

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from tatten.integrations.transformers.loop.step import CACHE, StepState
+from tatten.integrations.transformers.config import CACHE
+from tatten.integrations.transformers.loop.step import StepState
 
 
 def verify(model: PreTrainedModel, cache: Cache, state: StepState, proposed: Tensor, inputs: dict[str, Any]) -> None:
