@@ -233,6 +233,9 @@ def _picked_kernel(
             HALVES,
             KEY_SCALE,
             False,
+            0,
+            None,
+            (0, 0, 0, 0, 1),
         )
         scores = scores_of(products, score_scale, softcap, UNSCALED, SOFTCAP)
         if MASK == 2:

@@ -87,9 +87,9 @@ def score_tile(
     HALVES: tl.constexpr,
     KEY_SCALE: tl.constexpr,
     TMA: tl.constexpr,
-    PAGE: tl.constexpr = 0,
-    entries=None,
-    page_strides=(0, 0, 0, 0, 1),
+    PAGE: tl.constexpr,
+    entries,
+    page_strides,
 ):
     """Load a tile of keys and values; return the products of queries and keys, and the values.
 
