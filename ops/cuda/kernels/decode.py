@@ -24,6 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tatten.ops.cuda.kernels.early_launch import end_after_previous_launch
 from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_tile, halves_of, scores_of, store_lse
 from tatten.ops.cuda.kernels.tile_scheduler import (
     LEVELS,
@@ -477,4 +478,4 @@ def _decode_kernel(
         else:
             tile += stop - first
     if PDL and WAIT_LAST:
-        tl.extra.cuda.gdc_wait()
+        end_after_previous_launch()

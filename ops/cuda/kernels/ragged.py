@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from tatten.ops.cuda.kernels.decode import INTERPRETED
+from tatten.ops.cuda.kernels.early_launch import end_after_previous_launch
 from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_tile, scores_of
 from tatten.ops.cuda.kernels.query_blocks import COLUMNS, block_at, load_block, share_of
 from tatten.ops.cuda.kernels.tile_scheduler import tiles_of_chunk
@@ -231,4 +232,4 @@ def _ragged_kernel(
         place += taken
         block += (place >= block_end).to(tl.int32)
     if PDL and WAIT_LAST:
-        tl.extra.cuda.gdc_wait()
+        end_after_previous_launch()
