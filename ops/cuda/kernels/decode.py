@@ -39,7 +39,15 @@ from tatten.ops.cuda.kernels.tile_scheduler import (
     tile_space,
     tiles_of_chunk,
 )
-from tatten.ops.cuda.kernels.tiles import in_named_page, key_of_tile, load_entries, load_scales, rows_at, score_tile
+from tatten.ops.cuda.kernels.tiles import (
+    entries_of_keys,
+    in_named_page,
+    key_of_tile,
+    load_entries,
+    load_scales,
+    rows_at,
+    score_tile,
+)
 
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
 NO_SCALE, HEAD_SCALE, KEY_SCALE = 0, 1, 2  # a scale for each head, or for each key of each head
@@ -141,6 +149,7 @@ def _decode_kernel(
     HAS_LENS: tl.constexpr = kv_lens is not None
     HAS_BLOCK_LIST: tl.constexpr = block_list is not None
     PAGED: tl.constexpr = PAGE > 0
+    SCALARS: tl.constexpr = 4 if BLOCK_M == 16 and RUN_N <= 64 else 1  # other tiles were not faster with them
     ROWS: tl.constexpr = row_groups is not None
     # Two loops over pages in float32 would spill up to 2296 bytes. With `HALVES`, only the queries are in float32.
     TWO_LOOPS: tl.constexpr = not PAGED or HALVES or query.dtype.element_ty != tl.float32
@@ -339,12 +348,13 @@ def _decode_kernel(
         if HAS_BLOCK_LIST or RUN:
             if PAGED:
                 run_stop = run_start + steps * RUN_N
-                entries = load_entries(table, table_s, run_start, run_stop, RUN_N, PAGE, BLOCK_N)
+                entries = load_entries(table, table_s, run_start, run_stop, RUN_N, PAGE, BLOCK_N, SCALARS)
             for i in range(steps):
                 start_key = run_start + i * RUN_N
                 keys = (start_key + tl.arange(0, RUN_N)).to(tl.int64)
                 if PAGED:
-                    valid = in_named_page(keys, run_stop, entries, n_pages)
+                    of_keys = entries_of_keys(entries, RUN_N)
+                    valid = in_named_page(keys, run_stop, of_keys, n_pages)
                 products, v = score_tile(
                     operands,
                     key_tiles,
@@ -360,7 +370,7 @@ def _decode_kernel(
                     KEY_SCALE,
                     TMA,
                     PAGE,
-                    entries if PAGED else None,
+                    of_keys if PAGED else None,
                     in_pages,
                 )
                 scores = scores_of(products, score_scale, softcap, UNSCALED, SOFTCAP)
@@ -368,11 +378,11 @@ def _decode_kernel(
                     scores = tl.where(valid[None, :], scores, float("-inf"))
                 v_scale = None
                 if VALUE_SCALE == 2:
-                    at = rows_at(keys, scale_s, entries if PAGED else None, scale_p, PAGE)
+                    at = rows_at(keys, scale_s, of_keys if PAGED else None, scale_p, PAGE)
                     v_scale = load_scales(value_scale_base, at, valid if PAGED else None)
                 acc, row_max, row_sum = fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED, v_scale)
                 if PAGED:
-                    entries = load_entries(table, table_s, start_key + RUN_N, run_stop, RUN_N, PAGE, BLOCK_N)
+                    entries = load_entries(table, table_s, start_key + RUN_N, run_stop, RUN_N, PAGE, BLOCK_N, SCALARS)
         begin = first
         if HAS_BLOCK_LIST:
             begin += steps * (RUN_N // BLOCK_N)
@@ -386,7 +396,7 @@ def _decode_kernel(
             block += tl.maximum(length - q_len - window + 1, 0) // BLOCK_N
         if PAGED:
             start_key = key_of_tile(block, first_key if PART else None, BLOCK_N)
-            entries = load_entries(table, table_s, start_key, length, BLOCK_N, PAGE, BLOCK_N)
+            entries = load_entries(table, table_s, start_key, length, BLOCK_N, PAGE, BLOCK_N, SCALARS)
         for i in tl.range(begin, stop, num_stages=STAGES):
             start_key = key_of_tile(block, first_key if PART else None, BLOCK_N)
             keys = (start_key + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -397,7 +407,8 @@ def _decode_kernel(
                 if WINDOW:
                     valid = valid & (keys > length - q_len - window)
             if PAGED:
-                valid = valid & in_named_page(keys, length, entries, n_pages)
+                of_keys = entries_of_keys(entries, BLOCK_N)
+                valid = valid & in_named_page(keys, length, of_keys, n_pages)
             products, v = score_tile(
                 operands,
                 key_tiles,
@@ -413,7 +424,7 @@ def _decode_kernel(
                 KEY_SCALE,
                 TMA and not HAS_BLOCK_LIST and not RUN,
                 PAGE,
-                entries if PAGED else None,
+                of_keys if PAGED else None,
                 in_pages,
             )
             scores = scores_of(products, score_scale, softcap, UNSCALED, SOFTCAP)
@@ -434,7 +445,7 @@ def _decode_kernel(
             scores = tl.where(ok, scores, float("-inf"))
             v_scale = None
             if VALUE_SCALE == 2:
-                at = rows_at(keys, scale_s, entries if PAGED else None, scale_p, PAGE)
+                at = rows_at(keys, scale_s, of_keys if PAGED else None, scale_p, PAGE)
                 v_scale = load_scales(value_scale_base, at, valid)
             if PART == SHARED_PART:
                 acc_before = acc
@@ -450,7 +461,7 @@ def _decode_kernel(
             if PAGED:
                 stop_key = tl.where(i + 1 < stop, length, 0)
                 start_key = key_of_tile(block, first_key if PART else None, BLOCK_N)
-                entries = load_entries(table, table_s, start_key, stop_key, BLOCK_N, PAGE, BLOCK_N)
+                entries = load_entries(table, table_s, start_key, stop_key, BLOCK_N, PAGE, BLOCK_N, SCALARS)
         if UNSCALED:
             row_max *= scale
         acc, log_sum = finish_state(acc, row_max, row_sum)

@@ -18,7 +18,7 @@ from tatten.ops.cuda.kernels.early_launch import end_after_previous_launch
 from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_tile, scores_of
 from tatten.ops.cuda.kernels.query_blocks import COLUMNS, block_at, load_block, share_of
 from tatten.ops.cuda.kernels.tile_scheduler import tiles_of_chunk
-from tatten.ops.cuda.kernels.tiles import in_named_page, load_entries, load_scales, rows_at, score_tile
+from tatten.ops.cuda.kernels.tiles import entries_of_keys, in_named_page, load_entries, load_scales, rows_at, score_tile
 
 _COLUMNS = tl.constexpr(COLUMNS)
 _SIZES = ["window", "n_pages", "kv_heads", "heads_per_kv", "batch", "first_block", "room", "programs", "first_slot_row"]
@@ -78,6 +78,7 @@ def _ragged_kernel(
     KEY_SCALE: tl.constexpr = SCALES[0]
     VALUE_SCALE: tl.constexpr = SCALES[1]
     UNSCALED: tl.constexpr = POSITIVE_SCALE and not SOFTCAP and not KEY_SCALE
+    SCALARS: tl.constexpr = 4 if BLOCK_M == 16 and BLOCK_N <= 64 else 1  # as in the decode kernel
     if PDL:
         if not WAIT_LAST:
             tl.extra.cuda.gdc_wait()
@@ -172,10 +173,11 @@ def _ragged_kernel(
         for CAUSAL in tl.static_range(1 if WINDOW else 0, 2):
             tile, end_tile = (first_causal_tile, stop_tile) if CAUSAL else (begin_tile, first_causal_tile)
             end_key = tl.minimum(stop_key, end_tile * BLOCK_N)
-            entries = load_entries(table, table_s, tile * BLOCK_N, end_key, BLOCK_N, PAGE, BLOCK_N)
+            entries = load_entries(table, table_s, tile * BLOCK_N, end_key, BLOCK_N, PAGE, BLOCK_N, SCALARS)
             for _ in tl.range(0, end_tile - tile):
                 keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                valid = in_named_page(keys, end_key, entries, n_pages)
+                of_keys = entries_of_keys(entries, BLOCK_N)
+                valid = in_named_page(keys, end_key, of_keys, n_pages)
                 if WINDOW:
                     valid = valid & (keys >= seen_by_all - window)
                 products, v = score_tile(
@@ -193,7 +195,7 @@ def _ragged_kernel(
                     KEY_SCALE,
                     False,
                     PAGE,
-                    entries,
+                    of_keys,
                     in_pages,
                 )
                 scores = scores_of(products, score_scale, softcap, UNSCALED, SOFTCAP)
@@ -205,11 +207,11 @@ def _ragged_kernel(
                 scores = tl.where(ok, scores, float("-inf"))
                 v_scale = None
                 if VALUE_SCALE == 2:
-                    at = rows_at(keys.to(tl.int64), value_scale_strides[1], entries, value_scale_strides[0], PAGE)
+                    at = rows_at(keys.to(tl.int64), value_scale_strides[1], of_keys, value_scale_strides[0], PAGE)
                     v_scale = load_scales(value_scale_base, at, valid)
                 acc, row_max, row_sum = fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED, v_scale)
                 tile += 1
-                entries = load_entries(table, table_s, tile * BLOCK_N, end_key, BLOCK_N, PAGE, BLOCK_N)
+                entries = load_entries(table, table_s, tile * BLOCK_N, end_key, BLOCK_N, PAGE, BLOCK_N, SCALARS)
         if UNSCALED:
             row_max *= scale
         acc, log_sum = finish_state(acc, row_max, row_sum)

@@ -21,13 +21,37 @@ def key_of_tile(tile, first_key, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def load_entries(table, stride, start, stop, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr):
-    """Load the entries of a tile of keys from `start` on, a multiple of `ALIGN`; -1 for keys from `stop` on."""
-    if PAGE >= BLOCK_N and ALIGN >= BLOCK_N:
-        return tl.load(table + (start // PAGE).to(tl.int64) * stride, mask=start < stop, other=-1)
+def load_entries(
+    table, stride, start, stop, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr, SCALARS: tl.constexpr
+):
+    """Load the entries of a tile of keys from `start` on, a multiple of `ALIGN`; -1 for keys from `stop` on.
+
+    The result is for `entries_of_keys`: a tuple of a scalar for each page, or of one vector if the tile has more than
+    `SCALARS` pages. A vector is loaded once for each layout of keys and values, which takes more registers.
+    """
+    PAGES: tl.constexpr = BLOCK_N // PAGE if PAGE < BLOCK_N else 1
+    if PAGES <= SCALARS and (BLOCK_N // PAGES) <= ALIGN:
+        entries = ()
+        for i in tl.static_range(PAGES):
+            key = start + i * PAGE
+            entry = tl.load(table + (key // PAGE).to(tl.int64) * stride, mask=key < stop, other=-1)
+            entries = entries + (entry,)  # type: ignore[assignment]  # noqa: RUF005 (Triton's tuples)
+        return entries
     else:
         keys = start + tl.arange(0, BLOCK_N)
-        return tl.load(table + (keys // PAGE).to(tl.int64) * stride, mask=keys < stop, other=-1)
+        return (tl.load(table + (keys // PAGE).to(tl.int64) * stride, mask=keys < stop, other=-1),)
+
+
+@triton.jit
+def entries_of_keys(entries, BLOCK_N: tl.constexpr):
+    """Return an entry for each key of a tile, or one for all of them, from the result of `load_entries`."""
+    each = entries[0]
+    PAGES: tl.constexpr = len(entries)
+    if PAGES > 1:
+        page = tl.arange(0, BLOCK_N) // (BLOCK_N // PAGES)
+        for i in tl.static_range(1, PAGES):
+            each = tl.where(page >= i, entries[i], each)
+    return each
 
 
 @triton.jit
