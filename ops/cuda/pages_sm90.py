@@ -117,7 +117,7 @@ def plan_shared_segment(call: AttentionCall, stored: KeyValue, programs: int | N
     rows = q_heads // kv_heads * members * q_len
     block_m = HALF_M if rows <= HALF_M else 2 * HALF_M
     q_blocks = ceil_div(rows, block_m)
-    programs = programs or multiprocessors(query.device)
+    programs = programs or shared_programs(multiprocessors(query.device))
     space = TileSpace(
         max(2, batch),
         kv_heads * q_blocks,
@@ -154,6 +154,15 @@ def plan_shared_segment(call: AttentionCall, stored: KeyValue, programs: int | N
     shapes = (*states, dim), states, (*slots, dim), slots
     out, lse, partial_out, partial_lse = (Dense.of(shape, torch.float32) for shape in shapes)
     return SharedSegment(space, launch, _tilings(key, value), (out, lse, partial_out, partial_lse))
+
+
+def shared_programs(sms: int) -> int:
+    """Choose the programs for row groups: the largest multiple of 24 that leaves a 17th of the SMs to the own parts.
+
+    Programs cut fewer work tiles, since the number of work tiles is often a multiple of 8 or 24. With 120 programs on
+    132 SMs, 256 x 256 own keys after 8192 shared ones take 208 us instead of 214 (H100).
+    """
+    return (sms - sms // 17) // 24 * 24 or sms
 
 
 def _tilings(key: Tensor, value: Tensor) -> tuple[Tiling, Tiling]:
