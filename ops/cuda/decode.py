@@ -11,7 +11,7 @@ from torch import Tensor
 from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.combine import INTERPRETED, Combine, Partials, plan_combine
-from tatten.ops.cuda.decode_grid import Place, choose_tiles, deepened, plan_tile_space, shortened
+from tatten.ops.cuda.decode_grid import Place, choose_tiles, deepened, plan_tile_space, resized, shortened
 from tatten.ops.cuda.gpu import has_early_launches, has_tma
 from tatten.ops.cuda.heuristics import Tiles
 from tatten.ops.cuda.kernels import tile_scheduler
@@ -146,6 +146,7 @@ def plan_segment(
     space = plan_tile_space(call, stored, mask, chosen, place, programs)
     if tiles is None and programs is None and place.final and not call.batch_invariant:
         chosen = shortened(chosen, space, query, kv_bytes)
+        chosen = resized(chosen, call, stored, space)
         space = plan_tile_space(call, stored, mask, chosen, place, programs)
     tiles = chosen
     if not call.batch_invariant:  # the number of programs depends on the batch
@@ -169,10 +170,12 @@ def plan_segment(
     pdl = pdl and not INTERPRETED and has_early_launches(query.device)
     acc_dtype = accumulator_dtype(query.dtype)
     pair = (2,) if space.max_and_sum else ()
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": pdl}
+    options |= {} if tiles.registers is None else {"maxnreg": tiles.registers}
     launch = Launch(
         _decode_kernel,
         (space.programs,),
-        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": pdl},
+        options,
         strides=(query.stride(), key.stride(), value.stride(), rope_strides, mask.strides, _page_strides(stored)),
         block_list_stride=space.block_list_stride,
         scale=call.score_scale,

@@ -28,6 +28,7 @@ class Tiles:
         num_warps: the warps of a program.
         num_stages: the pipeline stages of its loop.
         per_sm: the programs that share an SM.
+        registers: the most registers of a thread, if ptxas may not choose. More programs then fit into an SM.
     """
 
     block_m: int
@@ -35,6 +36,7 @@ class Tiles:
     num_warps: int
     num_stages: int
     per_sm: int = 1
+    registers: int | None = None
 
 
 def tiles_for(

@@ -21,6 +21,7 @@ from tatten.ops.cuda import combine
 from tatten.ops.cuda import segment_launches
 from tatten.ops.cuda import block_mask
 from tatten.ops.cuda.gpu_rates import GpuRates
+from tatten.ops.cuda.heuristics import Tiles
 from tatten.ops.kernel_signatures import bifurcated_call, decode_call
 
 def attend(
@@ -49,7 +50,7 @@ def attend(
     lens = empty(2, dtype=torch.int64) if lens else None
     sinks = empty(query.shape[1]) if sinks else None
     if tiles is not None:
-        chosen.append(getattr(segment_launches, tiles))
+        chosen.append(getattr(segment_launches, tiles) if isinstance(tiles, str) else Tiles(*tiles))
         options["tiles"] = chosen[0]
     variant, places = (
         {name: options.pop(name) for name in names if name in options}
@@ -149,6 +150,14 @@ GROUPS: dict[str, list[Variant]] = {
         *shapes("bfloat16", (64, 192, 256), (4,), *({"page": page} for page in (1, 16, 256))),
         *shapes("float16", (80, 512), (4,), {"page": 16}),
         *shapes("float32", (64, 128, 256), (4,), {"page": 16}),
+    ],
+    "pages, resized": [  # the tiles of `decode_grid.resized` and of own parts
+        *shapes("bfloat16", (128,), (4,), *({"page": page, "tiles": (16, 32, 4, 4, 2)} for page in (16, 64))),
+        *shapes("bfloat16", (128,), (4,), *({"page": page, "tiles": (16, 32, 4, 3, 4, 128)} for page in (1, 16))),
+        (("bfloat16", 128, 4), {"page": 1, "tiles": (16, 64, 4, 2, 3, 160)}),
+        (("bfloat16", 64, 4), {"page": 64, "tiles": (16, 32, 4, 3, 4, 128)}),
+        (("bfloat16", 64, 4), {"page": 16, "tiles": (16, 64, 4, 3, 3, 160)}),
+        *shapes("bfloat16", (128,), (32,), *({**x, "tiles": (32, 64, 4, 3, 2, 192)} for x in ({"page": 16}, LENS))),
     ],
     "pages, many rows": shapes("bfloat16", (128,), (32, 64, 128), *({"page": page} for page in (1, 16, 256))),
     "pages and variants": [

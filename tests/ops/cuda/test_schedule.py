@@ -12,6 +12,7 @@ import pytest
 import torch
 from stream_k_schedule import Schedule, Visit, flash_attention_2, flash_decoding
 
+from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cuda import decode_grid
 from tatten.ops.cuda.gpu_rates import GpuRates
 from tatten.ops.cuda.heuristics import Tiles, combining_pays, latent_programs_for
@@ -251,6 +252,71 @@ def test_tiles_are_shortened_where_programs_share_work_tiles(
     assert decode_grid.shortened(tiles, space, torch.empty(1, 32, 1, 128), 1_000_000) == chosen
     assert decode_grid.shortened(tiles, space, torch.empty(1, 32, 1, 128), 1_000_001) == tiles
     assert decode_grid.shortened(tiles, space, torch.empty(1, 32, 1, 64), 1_000_000) == tiles
+
+
+FEW_TILES, MANY_TILES = Tiles(16, 32, 4, 4, 2), Tiles(16, 32, 4, 3, 4, registers=128)
+OF_128, OF_64, OF_32_ROWS = Tiles(16, 64, 4, 3, 2), Tiles(16, 128, 4, 3, 2), Tiles(32, 64, 4, 3, 2)
+VARIANTS: list[dict[str, Any]] = [
+    {"window": 100},
+    {"softcap": 3.0},
+    {"dtype": torch.float32},
+    {"masked": True},
+    {"stored_dtype": torch.int8},
+]
+
+
+@pytest.mark.parametrize(
+    "batch, kv_len, page, dim, tiles, chosen",
+    [
+        (1, 8192, 16, 128, OF_128, FEW_TILES),
+        (1, 8512, 16, 128, OF_128, OF_128),
+        (1, 1024, 64, 128, OF_128, FEW_TILES),
+        (1, 4096, 64, 128, OF_128, OF_128),
+        (1, 4096, 1, 128, OF_128, OF_128),
+        (32, 4096, 16, 128, OF_128, OF_128),
+        (48, 4096, 16, 128, OF_128, MANY_TILES),
+        (32, 4096, 1, 128, OF_128, MANY_TILES),
+        (16, 8192, 1, 128, OF_128, Tiles(16, 64, 4, 2, 3, registers=160)),
+        (48, 4096, 64, 128, OF_128, OF_128),
+        (16, 8192, 64, 64, OF_64, MANY_TILES),
+        (16, 8192, 256, 64, OF_64, OF_64),
+        (1, 8192, 64, 64, OF_64, OF_64),
+        (8, 262144, 16, 64, OF_64, Tiles(16, 64, 4, 3, 3, registers=160)),
+        (32, 262144, 16, 64, OF_64, OF_64),
+        (2, 8192, 0, 128, OF_32_ROWS, replace(OF_32_ROWS, registers=192)),
+        (2, 8192, 16, 128, OF_32_ROWS, replace(OF_32_ROWS, registers=192)),
+        (1, 8192, 16, 128, OF_32_ROWS, OF_32_ROWS),  # one sequence
+        (2, 65536, 16, 128, OF_32_ROWS, OF_32_ROWS),
+        (1, 8192, 0, 128, OF_128, OF_128),
+    ],
+)
+def test_tiles_are_resized_for_pages_and_lengths(
+    batch: int, kv_len: int, page: int, dim: int, tiles: Tiles, chosen: Tiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the 132 multiprocessors of an H100, where the table and the lengths are all that keys come with."""
+    monkeypatch.setattr(decode_grid, "multiprocessors", lambda device: 132)
+
+    def resized(**variant: Any) -> Tiles:
+        dtype = variant.pop("dtype", torch.bfloat16)
+        stored_dtype = variant.pop("stored_dtype", dtype)
+        table = torch.empty(batch, kv_len // page, dtype=torch.int32, device="meta") if page else None
+        shape = (batch * kv_len // page, 8, page, dim) if page else (batch, 8, kv_len, dim)
+        key = torch.empty(shape, dtype=stored_dtype, device="meta")
+        mask = torch.empty(1, 1, 1, kv_len, dtype=torch.bool, device="meta") if variant.pop("masked", False) else None
+        lens = torch.empty(batch, dtype=torch.int32, device="meta") if variant.pop("lens", True) else None
+        call = AttentionCall(
+            "decode_attention",
+            torch.empty(batch, 32, 1, dim, dtype=dtype, device="meta"),
+            (KeyValue(key, key, attn_mask=mask, kv_lens=lens, block_table=table),),
+            **variant,
+        )
+        space = TileSpace(batch, 8, kv_len, 8, 1, 1, 264, tiles.block_m, tiles.block_n, has_lens=True)
+        return decode_grid.resized(tiles, call, call.segments[0], space)
+
+    assert resized() == chosen
+    assert [resized(**variant) for variant in VARIANTS] == [tiles] * len(VARIANTS)
+    if page == 0:
+        assert resized(lens=False) == tiles
 
 
 @pytest.mark.parametrize("work_tiles, programs", [(1, 9), (2, 8), (3, 9), (4, 8), (4, 9), (8, 8)])

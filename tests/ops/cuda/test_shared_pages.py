@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import FUSIBLE, compile_in_subprocess
+from compiled import FUSIBLE, TRITON_3_6, compile_in_subprocess
 from paged_calls import POOLS
 from poison import fresh_memory_is_poison
 from shared_tables import Tables, drawn, inputs_of, made, shared_of, tree
@@ -41,15 +41,15 @@ from compiled import Recorder, compile_launch
 from tatten.ops.cuda import combine, decode, decode_grid, shared_attention
 from tatten.ops.kernel_signatures import decode_call
 launches, found = [], []
-decode_grid.multiprocessors = lambda device: 132
+decode_grid.multiprocessors = shared_attention.multiprocessors = lambda device: 132
 for module in (decode, combine):
     for name, x in list(vars(module).items()):
         if isinstance(x, triton.JITFunction) and name.endswith("_kernel"):
             setattr(module, name, Recorder(x, launches))
 def empty(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
-for dtype, dim, heads, page, kv_dtype in json.loads(sys.argv[1]):
-    dtype, kv_dtype, batch, columns = getattr(torch, dtype), getattr(torch, kv_dtype), 64, 8192 // page
+for dtype, dim, heads, page, kv_dtype, batch in json.loads(sys.argv[1]):
+    dtype, kv_dtype, columns = getattr(torch, dtype), getattr(torch, kv_dtype), 8192 // page
     pool = empty(batch * columns, page, 8, dim, dtype=kv_dtype)
     given = {
         "kv_lens": empty(batch, dtype=torch.int32),
@@ -66,12 +66,13 @@ for dtype, dim, heads, page, kv_dtype in json.loads(sys.argv[1]):
 print(json.dumps(found))
 """
 VARIANTS = [
-    ("bfloat16", 128, 32, 16, "bfloat16"),
-    ("bfloat16", 128, 8, 64, "bfloat16"),
-    ("bfloat16", 64, 64, 1, "bfloat16"),
-    ("bfloat16", 256, 32, 256, "bfloat16"),
-    ("float32", 128, 32, 16, "float32"),
-    ("bfloat16", 128, 32, 16, "int8"),
+    ("bfloat16", 128, 32, 16, "bfloat16", 64),
+    ("bfloat16", 128, 32, 16, "bfloat16", 8),  # fewer work tiles than SMs
+    ("bfloat16", 128, 8, 64, "bfloat16", 64),
+    ("bfloat16", 64, 64, 1, "bfloat16", 64),
+    ("bfloat16", 256, 32, 256, "bfloat16", 64),
+    ("float32", 128, 32, 16, "float32", 64),
+    ("bfloat16", 128, 32, 16, "int8", 64),
 ]
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
@@ -206,13 +207,14 @@ def test_finding_compiles_for_sm_90() -> None:
 
 @pytest.mark.drawn(2, "compiled for Hopper")
 @pytest.mark.parametrize("variants", slow_but([VARIANTS[:1]], [[x] for x in VARIANTS]))
-def test_attention_compiles_for_sm_90(variants: list[tuple[str, int, int, int, str]]) -> None:
+def test_attention_compiles_for_sm_90(variants: list[tuple[str, int, int, int, str, int]]) -> None:
     for variant, kernels in zip(variants, compile_in_subprocess(ATTEND, variants), strict=True):
         assert [x["kernel"] for x in kernels] == ["_decode_kernel", "_decode_kernel", "_combine_kernel"]
         for i, kernel in enumerate(kernels):
             ptx, what = kernel["ptx"], f"{variant}, launch {i}"
-            # Tiles for pages in 8 bits are the fastest of a sweep: `stack_allowed` in test_compiles.py.
-            assert kernel["stack"] <= (136 if variant[4] == "int8" and i < 2 else 16), what
+            # Tiles for pages are the fastest of a sweep with Triton 3.6: `stack_allowed` in test_compiles.py.
+            own = 48 if i == 1 and not TRITON_3_6 else 16
+            assert kernel["stack"] <= (136 if variant[4] == "int8" and i < 2 else own), what
             assert kernel["shared"] <= 227 << 10, what
             assert not FUSIBLE.search(ptx), what
             wait, release, load = (ptx.find(x) for x in ("griddepcontrol.wait", "griddepcontrol.launch", "ld.global"))
