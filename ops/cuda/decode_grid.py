@@ -147,7 +147,8 @@ def resized(tiles: Tiles, call: AttentionCall, stored: KeyValue, space: TileSpac
             return Tiles(16, 32, 4, 3, 4, 128)
         if page < 64 and tiles_each >= 64 and work_tiles < sms:
             return Tiles(16, 64, 4, 3, 3, 160)
-    if dims == {128} and tiles == Tiles(32, 64, 4, 3, 2) and space.groups > 1 and tiles_each < 16:
+    few_states = query.shape[0] * query.shape[1] * query.shape[2] <= 2 * sms  # that the combine holds beside programs
+    if dims == {128} and tiles == Tiles(32, 64, 4, 3, 2) and space.groups > 1 and tiles_each < 16 and few_states:
         return replace(tiles, registers=192)
     return tiles
 

@@ -287,6 +287,7 @@ VARIANTS: list[dict[str, Any]] = [
         (2, 8192, 16, 128, OF_32_ROWS, replace(OF_32_ROWS, registers=192)),
         (1, 8192, 16, 128, OF_32_ROWS, OF_32_ROWS),  # one sequence
         (2, 65536, 16, 128, OF_32_ROWS, OF_32_ROWS),
+        (9, 1024, 0, 128, OF_32_ROWS, OF_32_ROWS),  # states for more programs of the combine than fit beside
         (1, 8192, 0, 128, OF_128, OF_128),
     ],
 )
