@@ -16,6 +16,7 @@ from tatten.ops.cuda.heuristics import (
     latent_tiles_for,
     programs_for,
     programs_for_whole_tiles,
+    resized_tiles,
     seqs_and_rows,
     splitting_pays,
     tiles_for,
@@ -23,6 +24,7 @@ from tatten.ops.cuda.heuristics import (
 from tatten.ops.cuda.kernels.decode import ADDITIVE_MASK, NO_MASK
 from tatten.ops.cuda.kernels.tile_scheduler import MOST_CHUNKS
 from tatten.ops.cuda.mask_plan import MaskPlan
+from tatten.ops.cuda.recording import may_limit_registers
 from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.cuda.tuning import gpu_rates
 from tatten.ops.page_runs import most_members
@@ -119,38 +121,23 @@ def shortened(tiles: Tiles, space: TileSpace, query: Tensor, kv_bytes: int) -> T
 
 
 def resized(tiles: Tiles, call: AttentionCall, stored: KeyValue, space: TileSpace) -> Tiles:
-    """Return the tiles that suit the numbers of work tiles and keys, for keys in pages or with lengths.
-
-    Short programs that share an SM hide the loads of the block table. A limit of registers makes room for them, or for
-    the combine, which else starts only when programs have ended. Measured on an H100 with `benchmarks/paged.py`, in
-    microseconds before and after: 4 x 2048 keys in pages of 16 21.8 and 19.8, 64 x 2048 196 and 191, and 207 and 193 in
-    pages of 1; 16 x 8192 199 and 191 in pages of 1; 64 x 2048 of head_dim 64 108 and 101 in pages of 64; 56 heads of 64
-    and 65536 keys 408 and 391 in pages of 16; 4 x 8192 with 32 queries for each kv head 22.1 and 18.7.
-    """
-    query, page = call.query, 0 if stored.block_table is None else stored.key.shape[2]
+    """Return the tiles that suit the numbers of work tiles and keys, for keys in pages or with lengths."""
+    query = call.query
     in_16_bits = {query.dtype, stored.key.dtype, stored.value.dtype} <= {torch.bfloat16, torch.float16}
     variant = stored.attn_mask is not None or call.window is not None or call.softcap is not None
     if stored.kv_lens is None or not in_16_bits or variant or stored.row_groups is not None:
         return tiles
-    dims = {query.shape[3], stored.value.shape[3]}
     work_tiles, sms = space.groups * space.work_tiles, multiprocessors(query.device)
-    tiles_each = work_tiles * ceil_div(space.kv_len, tiles.block_n) / space.programs
-    if page > 0 and dims == {128} and tiles == Tiles(16, 64, 4, 3, 2):
-        if tiles_each <= (4 if 16 <= page < 64 else 0.5):
-            return Tiles(16, 32, 4, 4, 2)
-        if page < 64 and work_tiles > (2.9 if page >= 16 else 1.9) * sms:
-            return Tiles(16, 32, 4, 3, 4, 128)
-        if page < 16 and tiles_each >= 8:
-            return Tiles(16, 64, 4, 2, 3, 160)
-    if page > 0 and dims == {64} and tiles == Tiles(16, 128, 4, 3, 2):
-        if page == 64 and tiles_each >= 16:
-            return Tiles(16, 32, 4, 3, 4, 128)
-        if page < 64 and tiles_each >= 64 and work_tiles < sms:
-            return Tiles(16, 64, 4, 3, 3, 160)
-    few_states = query.shape[0] * query.shape[1] * query.shape[2] <= 2 * sms  # that the combine holds beside programs
-    if dims == {128} and tiles == Tiles(32, 64, 4, 3, 2) and space.groups > 1 and tiles_each < 16 and few_states:
-        return replace(tiles, registers=192)
-    return tiles
+    chosen = resized_tiles(
+        tiles,
+        {query.shape[3], stored.value.shape[3]},
+        0 if stored.block_table is None else stored.key.shape[2],
+        tiles_each=work_tiles * ceil_div(space.kv_len, tiles.block_n) / space.programs,
+        work_tiles_per_sm=work_tiles / sms,
+        # Room for the combine helps if its programs, one for each state, then fit beside the launch.
+        combine_fits=space.groups > 1 and query.shape[0] * query.shape[1] * query.shape[2] <= 2 * sms,
+    )
+    return tiles if chosen.registers is not None and not may_limit_registers() else chosen
 
 
 def deepened(tiles: Tiles, space: TileSpace, query: Tensor) -> Tiles:

@@ -6,7 +6,7 @@ memory. Numbers of programs follow from the rates of each GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -93,6 +93,41 @@ def tiles_for(
     if q_rows <= 64 or paged:
         return Tiles(64, 64, 8, 3) if has_block_list and q_rows > 32 else Tiles(min(most_rows, 64), 64, 4, 3, 2)
     return Tiles(128, 64, 8, 3)
+
+
+def resized_tiles(
+    tiles: Tiles, dims: set[int], page: int, *, tiles_each: float, work_tiles_per_sm: float, combine_fits: bool
+) -> Tiles:
+    """Return the tiles for keys in pages, or with lengths, that suit the numbers of work tiles and keys.
+
+    Short programs that share an SM hide the loads of the block table. A limit of registers makes room for them, or for
+    the combine, which else starts only when programs have ended. The comments have the microseconds before and after,
+    by `benchmarks/paged.py` on an H100.
+
+    Args:
+        tiles: the tiles of `tiles_for`.
+        dims: the head_dims of keys and values.
+        page: as for `tiles_for`.
+        tiles_each: the number of tiles of a program, if all keys are in use.
+        work_tiles_per_sm: the number of work tiles, divided by that of SMs.
+        combine_fits: all programs of the combine fit beside those of this launch if these leave registers to them.
+    """
+    small = Tiles(16, 32, 4, 3, 4, registers=128)
+    if page > 0 and dims == {128} and tiles == Tiles(16, 64, 4, 3, 2):
+        if tiles_each <= (4 if 16 <= page < 64 else 0.5):
+            return Tiles(16, 32, 4, 4, 2)  # 4 x 2048, page 16: 21.8, 19.8
+        if page < 64 and work_tiles_per_sm > (2.9 if page >= 16 else 1.9):
+            return small  # 64 x 2048, page 16: 196, 191; page 1: 207, 193
+        if page < 16 and tiles_each >= 8:
+            return Tiles(16, 64, 4, 2, 3, registers=160)  # 16 x 8192, page 1: 199, 191
+    if page > 0 and dims == {64} and tiles == Tiles(16, 128, 4, 3, 2):
+        if page == 64 and tiles_each >= 16:
+            return small  # 64 x 2048: 108, 101
+        if page < 64 and tiles_each >= 64 and work_tiles_per_sm < 1:
+            return Tiles(16, 64, 4, 3, 3, registers=160)  # 56 heads, 1 x 65536, page 16: 408, 391
+    if dims == {128} and tiles == Tiles(32, 64, 4, 3, 2) and tiles_each < 16 and combine_fits:
+        return replace(tiles, registers=192)  # 32 queries for each kv head, 4 x 8192, page 16: 21.9, 18.8
+    return tiles
 
 
 def latent_tiles_for(

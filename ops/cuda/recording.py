@@ -46,6 +46,7 @@ class Recorder:
         allocated: the tensors that the op made.
         without_tma: bytes of keys and values that the op itself would read by TMA.
         tma: True if the recorded launches may use TMA.
+        registers: True if the recorded launches may limit the registers of a thread.
         gluon: the treatment of kernels in Gluon.
     """
 
@@ -54,6 +55,7 @@ class Recorder:
     allocated: list[Tensor] = field(default_factory=list)
     without_tma: int = 0
     tma: bool = False
+    registers: bool = False
     gluon: Gluon = Gluon.REFUSED
 
     def base(self, x: Tensor) -> Tensor:
@@ -105,15 +107,26 @@ def may_take_gluon(kernel: str) -> bool:
     return recording is None or recording.gluon is Gluon.LAUNCHED
 
 
+def may_limit_registers() -> bool:
+    """Return True if a launch may have the option `maxnreg`."""
+    recording = recorder.get()
+    return recording is None or recording.registers
+
+
 def record(
-    op: Callable[..., Any], *args: Any, gluon: Gluon = Gluon.REFUSED, tma: bool = False, **kwargs: Any
+    op: Callable[..., Any],
+    *args: Any,
+    gluon: Gluon = Gluon.REFUSED,
+    tma: bool = False,
+    registers: bool = False,
+    **kwargs: Any,
 ) -> tuple[Recorder, Any]:
     """Record `op(*args, **kwargs)` without launching anything, and return the record and the result.
 
     Raises:
         NotRecordableError: the op does something other than allocate, view and launch.
     """
-    recording = Recorder([*all_of(Tensor, [args, [*kwargs.values()]])], gluon=gluon, tma=tma)
+    recording = Recorder([*all_of(Tensor, [args, [*kwargs.values()]])], gluon=gluon, tma=tma, registers=registers)
     token = recorder.set(recording)
     try:
         with Watch(recording.note_operator):

@@ -14,6 +14,7 @@ from tatten.ops.cuda.decode import OWN_PART, SHARED_PART, SegmentLaunch, plan_se
 from tatten.ops.cuda.decode_grid import Place
 from tatten.ops.cuda.gpu import multiprocessors
 from tatten.ops.cuda.heuristics import Tiles
+from tatten.ops.cuda.recording import may_limit_registers
 from tatten.ops.page_runs import UNIT_KEYS
 from tatten.ops.states import State
 
@@ -65,7 +66,7 @@ def _own_part_tiles(call: AttentionCall) -> Tiles | None:
     # With more work tiles than SMs, 4 programs that run at once are faster than 6 of which 3 do: 203 us instead of 212
     # for 256 x 256 own keys after 8192 shared ones. With fewer, the limit of registers costs up to 4 us.
     many = query.shape[0] * stored.key.shape[1] > multiprocessors(query.device)
-    return Tiles(16, 32, 4, 3, 4, 128) if many else Tiles(16, 32, 4, 3, 6)
+    return Tiles(16, 32, 4, 3, 4, 128) if many and may_limit_registers() else Tiles(16, 32, 4, 3, 6)
 
 
 def plan_shared_part(call: AttentionCall, groups: KeyValue, programs: int | None) -> SegmentLaunch | SharedSegment:

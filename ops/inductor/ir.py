@@ -22,6 +22,8 @@ from tatten.ops.cuda.recording import NotRecordableError
 Boxes = ir.TensorBox
 # From PyTorch 2.15 on, a node lists which of its arguments are options of Triton's compiler.
 TAKES_OPTIONS = "launch_kwargs" in inspect.signature(ir.UserDefinedTritonKernel).parameters
+CONFIGURED = "num_warps", "num_stages"
+COMPILE_OPTIONS = "launch_pdl", "enable_fp_fusion"  # that Inductor passes to Triton's compiler in any version
 
 
 def register(op: Any, lower: Callable[..., Any]) -> None:
@@ -105,6 +107,17 @@ def allocate(like: Tensor) -> Any:
     return lowering.empty_strided([*like.shape], [*like.stride()], dtype=like.dtype, device=like.device)
 
 
+def check_options(launch: BoundLaunch) -> None:
+    """Check that Inductor passes all options of a launch to Triton's compiler.
+
+    Raises:
+        NotRecordableError: it would drop one.
+    """
+    dropped = [] if TAKES_OPTIONS else sorted({*launch.options} - {*CONFIGURED, *COMPILE_OPTIONS})
+    if dropped:
+        raise NotRecordableError(f"launches {launch.kernel.__name__} with {dropped}, which Inductor drops")
+
+
 class _Kernel(ir.UserDefinedTritonKernel):  # type: ignore[misc]
     """One of the launches of a `BoundCall`. It may start before the previous launch ends.
 
@@ -116,8 +129,8 @@ class _Kernel(ir.UserDefinedTritonKernel):  # type: ignore[misc]
     def __init__(self, launch: BoundLaunch, tensors: dict[str, Any]) -> None:
         inputs = {name: _input(box) for name, box in tensors.items()}
         floats = launch.floats
-        configured = {name: x for name, x in launch.options.items() if name in ("num_warps", "num_stages")}
-        self.compile_options = {name: launch.options.get(name, False) for name in ("launch_pdl", "enable_fp_fusion")}
+        configured = {name: x for name, x in launch.options.items() if name in CONFIGURED}
+        self.compile_options = {name: launch.options.get(name, False) for name in COMPILE_OPTIONS}
         options = {name: x for name, x in launch.options.items() if name not in configured} if TAKES_OPTIONS else {}
         self.device = next(iter(inputs.values())).get_device()
         ir.ExternKernel.__init__(

@@ -26,6 +26,7 @@ from tatten.ops.cuda.tuning import gpu_rates
 from tatten.ops.inductor.check import check_interfaces
 from tatten.ops.inductor.custom_pass import in_force
 from tatten.ops.inductor.ir import (
+    TAKES_OPTIONS,
     Boxes,
     ahead_of_time,
     allocate,
@@ -33,6 +34,7 @@ from tatten.ops.inductor.ir import (
     boxes_of,
     call_in_python,
     check_aligned,
+    check_options,
     fake_mode,
     fake_of,
     fallback,
@@ -133,10 +135,12 @@ def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with fake_mode():
         fake_args, fake_kwargs = tree_map_only(Boxes, fake, (args, kwargs))
         try:
-            recording, result = record(implementation, *fake_args, gluon=gluon, **fake_kwargs)
+            options: dict[str, Any] = {"gluon": gluon, "registers": TAKES_OPTIONS}
+            recording, result = record(implementation, *fake_args, **options, **fake_kwargs)
             large = recording.without_tma > gpu_rates(recording.inputs[0].device).most_bytes_without_tma
-            if large and is_python() and not ahead_of_time():
-                recording, result = record(implementation, *fake_args, gluon=gluon, tma=True, **fake_kwargs)
+            if is_python() and not ahead_of_time() and (large or _needs_python(recording)):
+                options |= {"tma": large, "registers": True}
+                recording, result = record(implementation, *fake_args, **options, **fake_kwargs)
         except (ValueError, NotImplementedError) as error:  # calling the op raises it again
             raise NotRecordableError("it raises") from error
     if large and not (recording.tma or is_cpp()):
@@ -163,6 +167,8 @@ def _python_call(recording: Recorder, boxes: dict[int, Any]) -> Added:
 def _bound_launches(recording: Recorder, boxes: dict[int, Any]) -> Added:
     """Like `_python_call`, for launches by Inductor."""
     launches = [bind(recording, launch, tensors) for launch, tensors in recording.launches]
+    for launch in launches:
+        check_options(launch)
 
     def add(writes: list[Any]) -> None:
         by_name = [{name: boxes[id(x)] for name, x in launch.tensors.items()} for launch in launches]

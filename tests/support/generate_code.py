@@ -128,6 +128,10 @@ def pages(q, kv, table, lens):
     return ops.decode_attention.default(a * 2, key, value, window=100, **given)[0]
 
 
+def many_pages(q, kv, table, lens):
+    return ops.decode_attention.default(q, *kv.unbind(1), kv_lens=lens, block_table=table)[0]
+
+
 def attend_to_mixed(softcap, q, kv, table, starts, lens):
     key, value = kv.unbind(1)
     a, _ = ops.paged_attention.default(q, key, value, table, starts, lens, softcap=softcap)
@@ -260,6 +264,18 @@ cases = {
         for name, case in (("mixed shared", mixed_shared), ("mixed shared on Hopper", mixed_shared_on_hopper))
     },
     "pages": (pages, [Q, ((600, 2, 16, 8, 128), bf16), ((2, 256), torch.int32), ((2,), torch.int32)]),
+    **{
+        name: (
+            case,
+            [
+                ((64, 32, 1, 128), bf16),
+                ((600, 2, 16, 8, 128), bf16),
+                ((64, 32), torch.int32),
+                ((64,), torch.int32),
+            ],
+        )
+        for name, case in (("many pages", many_pages), ("many shared pages", shared_pages_on_hopper))
+    },
     "paged latents": (
         paged_latents,
         [

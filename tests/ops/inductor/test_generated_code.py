@@ -14,6 +14,7 @@ import torch
 from compiled import compile_in_subprocess
 
 from tatten.ops.cuda.prepared import Bytes, PreparedCall, PreparedLaunch, TmaTiles
+from tatten.ops.inductor.ir import TAKES_OPTIONS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the made-up GPU is for machines without one")
 
@@ -41,6 +42,7 @@ IN_GLUON = (
     "mixed on Hopper",
     "mixed shared on Hopper",
     "shared pages on Hopper",
+    "many shared pages",
 )
 NATIVE = torch.__version__ >= "2.12"  # PyTorch 2.11 runs the Python code first, for which there is no GPU
 NATIVE_PDL = torch.__version__ >= "2.15"  # before, PyTorch's C++ launches without programmatic dependent launch
@@ -54,6 +56,7 @@ LOWERED = (
     "rows",
     "picks",
     "pages",
+    "many pages",
     "mixed",
     "mixed shared",
     "paged latents",
@@ -113,6 +116,14 @@ def test_layers_launch_the_same_kernels_in_the_same_memory() -> None:
     )
     first = next(i for i, line in enumerate(code.splitlines()) if "decode_kernel" in line and ".run(" in line)
     assert sum(first < i < second for i in allocated) <= 1, "only the second layer's queries are new"
+
+
+def test_registers_are_limited_where_inductor_passes_the_limit_on() -> None:
+    """Before PyTorch 2.15 it would drop it, and fewer programs than planned would share an SM."""
+    for case, limited in (("many pages", TAKES_OPTIONS), ("many shared pages", True), ("pages", False)):
+        code, said = generate(case)
+        assert not said
+        assert ("maxnreg" in code) == limited, case
 
 
 def test_views_are_made_only_where_a_kernel_begins_elsewhere() -> None:
