@@ -48,9 +48,10 @@ def source_location(node: Node) -> SourceLocation:
 def _module_path(path: str) -> str:
     """Turn `L['self'].model.__dict__['_modules']['layers'][0]` into `model.layers.0`, the name in `named_modules`.
 
-    A model in any other variable keeps the variable's name, since a function may use several models.
+    A model in any other variable keeps the variable's name, since a function may use several models. Decorators of
+    `forward`, as in transformers from 5.24 on, have the model in `args[0]`.
     """
-    path = re.sub(r"^[LG]\['(?:self|fn|mod|model)'\]", "", path)
+    path = re.sub(r"^[LG](?:\['(?:self|fn|mod|model)'\]|\['args'\]\[0\])", "", path)
     path = re.sub(r"^[LG]\['([^']+)'\]", r"\1", path)
     path = re.sub(r"\.__dict__(?=\[)|\._modules\b|\['_modules'\]|\._orig_mod\b|\['_orig_mod'\]", "", path)
     return re.sub(r"\['?([^'\]]+)'?\]", r".\1", path).strip(".")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -140,6 +142,16 @@ def test_modules_of_a_variable() -> None:
     assert modules(lambda x: by_name["a b"](x), X) == ["by_name.a b." + name for name in ATTENTION]
 
 
+def test_modules_of_a_decorated_forward() -> None:
+    def decorated(*args: Any, **kwargs: Any) -> Any:
+        return Model.forward(*args, **kwargs)
+
+    class Decorated(Model):
+        forward = decorated
+
+    assert modules(Decorated(), X) == [*ATTENTION]
+
+
 @pytest.mark.parametrize(
     ("path", "want"),
     [
@@ -153,6 +165,9 @@ def test_modules_of_a_variable() -> None:
         ("G['step']._orig_mod.layers[3]", "step.layers.3"),
         ("L['self']._modules['_orig_mod'].layers[3]", "layers.3"),
         ("L['fn'].0.lora_A.default", "0.lora_A.default"),
+        ("L['args'][0].model.layers[3].self_attn", "model.layers.3.self_attn"),
+        ("L['args'][1].layers[3]", "args.1.layers.3"),
+        ("L['args'][10].layers[3]", "args.10.layers.3"),
     ],
 )
 def test_paths(path: str, want: str) -> None:
