@@ -121,11 +121,16 @@ def shortened(tiles: Tiles, space: TileSpace, query: Tensor, kv_bytes: int) -> T
 
 
 def resized(tiles: Tiles, call: AttentionCall, stored: KeyValue, space: TileSpace) -> Tiles:
-    """Return the tiles that suit the numbers of work tiles and keys, for keys in pages or with lengths."""
+    """Return the tiles that suit the numbers of work tiles and keys, for keys in pages or with lengths.
+
+    Work tiles that stay whole keep their tiles: with smaller ones, programs might share them.
+    """
     query = call.query
     in_16_bits = {query.dtype, stored.key.dtype, stored.value.dtype} <= {torch.bfloat16, torch.float16}
     variant = stored.attn_mask is not None or call.window is not None or call.softcap is not None
-    if stored.kv_lens is None or not in_16_bits or variant or stored.row_groups is not None:
+    if stored.kv_lens is None or not in_16_bits or variant or stored.row_groups is not None or space.chunk:
+        return tiles
+    if not has_large_shared_memory(query.device):
         return tiles
     work_tiles, sms = space.groups * space.work_tiles, multiprocessors(query.device)
     chosen = resized_tiles(

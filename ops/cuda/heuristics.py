@@ -101,8 +101,8 @@ def resized_tiles(
     """Return the tiles for keys in pages, or with lengths, that suit the numbers of work tiles and keys.
 
     Short programs that share an SM hide the loads of the block table. A limit of registers makes room for them, or for
-    the combine, which else starts only when programs have ended. The comments have the microseconds before and after,
-    by `benchmarks/paged.py` on an H100.
+    the combine, which else starts only when programs have ended. The comments have microseconds before and after, on an
+    H100 with Triton 3.6, for bfloat16 and 32 query heads to 8 kv heads unless they name others.
 
     Args:
         tiles: the tiles of `tiles_for`.
@@ -114,19 +114,19 @@ def resized_tiles(
     """
     small = Tiles(16, 32, 4, 3, 4, registers=128)
     if page > 0 and dims == {128} and tiles == Tiles(16, 64, 4, 3, 2):
-        if tiles_each <= (4 if 16 <= page < 64 else 0.5):
-            return Tiles(16, 32, 4, 4, 2)  # 4 x 2048, page 16: 21.8, 19.8
-        if page < 64 and work_tiles_per_sm > (2.9 if page >= 16 else 1.9):
-            return small  # 64 x 2048, page 16: 196, 191; page 1: 207, 193
+        if page == 16 and tiles_each <= 4:
+            return Tiles(16, 32, 4, 4, 2)  # 4 x 2048: 21.8, 19.8
+        if page <= 16 and work_tiles_per_sm > (2.9 if page == 16 else 1.9):
+            return small  # 64 x 2048, page 16: 193.7, 188.7; page 1: 203.7, 192.2
         if page < 16 and tiles_each >= 8:
-            return Tiles(16, 64, 4, 2, 3, registers=160)  # 16 x 8192, page 1: 199, 191
+            return Tiles(16, 64, 4, 2, 3, registers=160)  # 16 x 8192, page 1: 196.2, 189.5
     if page > 0 and dims == {64} and tiles == Tiles(16, 128, 4, 3, 2):
         if page == 64 and tiles_each >= 16:
-            return small  # 64 x 2048: 108, 101
-        if page < 64 and tiles_each >= 64 and work_tiles_per_sm < 1:
-            return Tiles(16, 64, 4, 3, 3, registers=160)  # 56 heads, 1 x 65536, page 16: 408, 391
+            return small  # 64 x 2048: 108.1, 100.5; 56 heads, 1 x 65536: 336.2, 317.5
+        if page == 16 and tiles_each >= 64 and work_tiles_per_sm < 1:
+            return Tiles(16, 64, 4, 3, 3, registers=160)  # 56 heads, 1 x 65536: 347.1, 327.7
     if dims == {128} and tiles == Tiles(32, 64, 4, 3, 2) and tiles_each < 16 and combine_fits:
-        return replace(tiles, registers=192)  # 32 queries for each kv head, 4 x 8192, page 16: 21.9, 18.8
+        return replace(tiles, registers=192)  # 32/1 heads, 4 x 8192, page 16: 21.9, 18.8; in order: 20.1, 15.9
     return tiles
 
 

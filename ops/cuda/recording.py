@@ -108,7 +108,7 @@ def may_take_gluon(kernel: str) -> bool:
 
 
 def may_limit_registers() -> bool:
-    """Return True if a launch may have the option `maxnreg`."""
+    """Return True if tiles may limit the registers of a thread. Kernels in Gluon need a limit in any case."""
     recording = recorder.get()
     return recording is None or recording.registers
 

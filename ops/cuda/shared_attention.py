@@ -12,7 +12,7 @@ from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cuda.combine import Combine, plan_combine
 from tatten.ops.cuda.decode import OWN_PART, SHARED_PART, SegmentLaunch, plan_segment
 from tatten.ops.cuda.decode_grid import Place
-from tatten.ops.cuda.gpu import multiprocessors
+from tatten.ops.cuda.gpu import has_large_shared_memory, multiprocessors
 from tatten.ops.cuda.heuristics import Tiles
 from tatten.ops.cuda.recording import may_limit_registers
 from tatten.ops.page_runs import UNIT_KEYS
@@ -66,7 +66,8 @@ def _own_part_tiles(call: AttentionCall) -> Tiles | None:
     # With more work tiles than SMs, 4 programs that run at once are faster than 6 of which 3 do: 203 us instead of 212
     # for 256 x 256 own keys after 8192 shared ones. With fewer, the limit of registers costs up to 4 us.
     many = query.shape[0] * stored.key.shape[1] > multiprocessors(query.device)
-    return Tiles(16, 32, 4, 3, 4, 128) if many and may_limit_registers() else Tiles(16, 32, 4, 3, 6)
+    limits = many and may_limit_registers() and has_large_shared_memory(query.device)
+    return Tiles(16, 32, 4, 3, 4, registers=128) if limits else Tiles(16, 32, 4, 3, 6)
 
 
 def plan_shared_part(call: AttentionCall, groups: KeyValue, programs: int | None) -> SegmentLaunch | SharedSegment:

@@ -102,8 +102,7 @@ class TileSpace:
         if self.chunk:
             return _MOST_CHUNKS  # for any batch, so that the order of sums doesn't depend on it
         if self.groups > 1 and not wide:
-            # A ragged work tile may have all of them. With 2 to 4 on average, more passes cost less than room for 32.
-            return 8 if 1 < self.programs / (self.groups * self.work_tiles) <= 4 else 32
+            return 32  # a ragged work tile may have all of them
         groups = ceil_div(batch, self.seqs_per_kv) if self.row_groups else self.groups
         average, rest = divmod(self.programs, groups * self.work_tiles)
         return average if not rest and groups == 1 and not self.row_groups else average + 2

@@ -138,7 +138,8 @@ def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             options: dict[str, Any] = {"gluon": gluon, "registers": TAKES_OPTIONS}
             recording, result = record(implementation, *fake_args, **options, **fake_kwargs)
             large = recording.without_tma > gpu_rates(recording.inputs[0].device).most_bytes_without_tma
-            if is_python() and not ahead_of_time() and (large or _needs_python(recording)):
+            anew = large or (_needs_python(recording) and not TAKES_OPTIONS)
+            if anew and is_python() and not ahead_of_time():
                 options |= {"tma": large, "registers": True}
                 recording, result = record(implementation, *fake_args, **options, **fake_kwargs)
         except (ValueError, NotImplementedError) as error:  # calling the op raises it again

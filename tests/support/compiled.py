@@ -48,6 +48,18 @@ def captures_over_reads(ptx: str) -> list[str]:
     return overwritten
 
 
+def last_program_waits(ptx: str) -> bool:
+    """Return True if the last program of a kernel, and no other, waits for the launch before after its last store."""
+    end = ptx[ptx.rfind("st.global") :]
+    guard = re.search(
+        r"mov\.u32\s+(%r\d+), %nctaid\.x;\s+add\.s32\s+(%r\d+), \1, -1;\s+setp\.ne\.\w+\s+(%p\d+), (%r\d+), \2;"
+        r"\s+@\3 bra\s+(\S+);\s+griddepcontrol\.wait",
+        re.sub(r"^\s*(//|\.loc|\$L__tmp).*$", "", end, flags=re.M),
+    )
+    program = re.search(r"mov\.u32\s+(%r\d+), %ctaid\.x;", ptx)
+    return guard is not None and program is not None and guard[4] == program[1]
+
+
 FORK_SERVER = """
 import json, os, sys, traceback
 import compiled

@@ -7,7 +7,7 @@ takes down the arguments of each kernel instead of launching it, and compiles th
 from __future__ import annotations
 
 import pytest
-from compiled import FUSIBLE, TRITON_3_6, compile_in_subprocess
+from compiled import FUSIBLE, TRITON_3_6, compile_in_subprocess, last_program_waits
 from slow import slow_but
 
 SCRIPT = """
@@ -224,6 +224,8 @@ def faults(kernel: dict, per_sm: int, variant: Variant) -> list[str]:
             found.append("programs do not overlap")
         elif follows and not release < load < ptx.rfind("st.global") < wait:
             found.append("does not run beside the launch before, or ends before it")
+        elif follows and not last_program_waits(ptx):
+            found.append("more programs than the last one wait for the launch before, or none does")
         elif not follows and not wait < release < load:
             found.append("loads before the launch before is done")
     if FUSIBLE.search(ptx):

@@ -271,18 +271,19 @@ VARIANTS: list[dict[str, Any]] = [
     [
         (1, 8192, 16, 128, OF_128, FEW_TILES),
         (1, 8512, 16, 128, OF_128, OF_128),
-        (1, 1024, 64, 128, OF_128, FEW_TILES),
-        (1, 4096, 64, 128, OF_128, OF_128),
+        (1, 1024, 64, 128, OF_128, OF_128),
+        (1, 8192, 32, 128, OF_128, OF_128),
         (1, 4096, 1, 128, OF_128, OF_128),
         (32, 4096, 16, 128, OF_128, OF_128),
         (48, 4096, 16, 128, OF_128, MANY_TILES),
         (32, 4096, 1, 128, OF_128, MANY_TILES),
         (16, 8192, 1, 128, OF_128, Tiles(16, 64, 4, 2, 3, registers=160)),
-        (48, 4096, 64, 128, OF_128, OF_128),
+        (48, 4096, 32, 128, OF_128, OF_128),
         (16, 8192, 64, 64, OF_64, MANY_TILES),
         (16, 8192, 256, 64, OF_64, OF_64),
         (1, 8192, 64, 64, OF_64, OF_64),
         (8, 262144, 16, 64, OF_64, Tiles(16, 64, 4, 3, 3, registers=160)),
+        (8, 262144, 1, 64, OF_64, OF_64),
         (32, 262144, 16, 64, OF_64, OF_64),
         (2, 8192, 0, 128, OF_32_ROWS, replace(OF_32_ROWS, registers=192)),
         (2, 8192, 16, 128, OF_32_ROWS, replace(OF_32_ROWS, registers=192)),
@@ -298,7 +299,8 @@ def test_tiles_are_resized_for_pages_and_lengths(
     """On the 132 multiprocessors of an H100, where the table and the lengths are all that keys come with."""
     monkeypatch.setattr(decode_grid, "multiprocessors", lambda device: 132)
 
-    def resized(**variant: Any) -> Tiles:
+    def resized(chunk: int = 0, large_shared_memory: bool = True, **variant: Any) -> Tiles:
+        monkeypatch.setattr(decode_grid, "has_large_shared_memory", lambda device: large_shared_memory)
         dtype = variant.pop("dtype", torch.bfloat16)
         stored_dtype = variant.pop("stored_dtype", dtype)
         table = torch.empty(batch, kv_len // page, dtype=torch.int32, device="meta") if page else None
@@ -312,13 +314,17 @@ def test_tiles_are_resized_for_pages_and_lengths(
             (KeyValue(key, key, attn_mask=mask, kv_lens=lens, block_table=table),),
             **variant,
         )
-        space = TileSpace(batch, 8, kv_len, 8, 1, 1, 264, tiles.block_m, tiles.block_n, has_lens=True)
+        space = TileSpace(batch, 8, kv_len, 8, 1, 1, 264, tiles.block_m, tiles.block_n, has_lens=True, chunk=chunk)
         return decode_grid.resized(tiles, call, call.segments[0], space)
 
     assert resized() == chosen
     token = recorder.set(Recorder([]))  # for generated code that can't limit registers
-    assert resized() == (chosen if chosen.registers is None else tiles)
-    recorder.reset(token)
+    try:
+        assert resized() == (chosen if chosen.registers is None else tiles)
+    finally:
+        recorder.reset(token)
+    assert resized(chunk=1) == tiles  # work tiles that stay whole
+    assert resized(large_shared_memory=False) == tiles
     assert [resized(**variant) for variant in VARIANTS] == [tiles] * len(VARIANTS)
     if page == 0:
         assert resized(lens=False) == tiles

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import FUSIBLE, TRITON_3_6, compile_in_subprocess
+from compiled import FUSIBLE, TRITON_3_6, compile_in_subprocess, last_program_waits
 from paged_calls import POOLS
 from poison import fresh_memory_is_poison
 from shared_tables import Tables, drawn, inputs_of, made, shared_of, tree
 from slow import slow_but
 
+from tatten.ops.cuda import shared_attention
+from tatten.ops.cuda.recording import Recorder, recorder
 from tatten.ops.kernel_signatures import decode_call
 from tatten.ops.page_runs import OWN, shared_pages_reference
 from tatten.ops.reference import decode_attention_reference
@@ -193,6 +195,30 @@ def test_a_value_that_is_nan_spoils_no_other_sequence() -> None:
     assert not out[1].isnan().any()
 
 
+@pytest.mark.parametrize(
+    "batch, registers, large, limit",
+    [(64, True, True, 128), (16, True, True, None), (64, False, True, None), (64, True, False, None)],
+)
+def test_own_parts_limit_registers_where_many_programs_gain(
+    batch: int, registers: bool, large: bool, limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the 132 multiprocessors of an H100, with 8 kv heads."""
+    monkeypatch.setattr(shared_attention, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(shared_attention, "has_large_shared_memory", lambda device: large)
+    pool = torch.empty(64, 16, 8, 128, dtype=torch.bfloat16, device="meta")
+    lens = torch.empty(batch, dtype=torch.int32, device="meta")
+    table = torch.empty(batch, 32, dtype=torch.int32, device="meta")
+    query = torch.empty(batch, 32, 1, 128, dtype=torch.bfloat16, device="meta")
+    call = decode_call(query, pool, pool, kv_lens=lens, block_table=table)
+    token = recorder.set(Recorder([], registers=registers))
+    try:
+        tiles = shared_attention._own_part_tiles(call)
+    finally:
+        recorder.reset(token)
+    assert tiles is not None
+    assert (tiles.registers, tiles.per_sm) == (limit, 6 if limit is None else 4)
+
+
 @pytest.mark.drawn(2, "compiled for Hopper")
 def test_finding_compiles_for_sm_90() -> None:
     kernels = compile_in_subprocess(SCRIPT)
@@ -213,13 +239,15 @@ def test_attention_compiles_for_sm_90(variants: list[tuple[str, int, int, int, s
         for i, kernel in enumerate(kernels):
             ptx, what = kernel["ptx"], f"{variant}, launch {i}"
             # Tiles for pages are the fastest of a sweep with Triton 3.6: `stack_allowed` in test_compiles.py.
-            own = 48 if i == 1 and not TRITON_3_6 else 16
-            assert kernel["stack"] <= (136 if variant[4] == "int8" and i < 2 else own), what
+            limited = i == 1 and variant[1] <= 128 and variant[4] == "bfloat16" and variant[5] > 8  # in registers
+            allowed = 136 if variant[4] == "int8" and i < 2 else 48 if limited and not TRITON_3_6 else 16
+            assert kernel["stack"] <= allowed, what
             assert kernel["shared"] <= 227 << 10, what
             assert not FUSIBLE.search(ptx), what
             wait, release, load = (ptx.find(x) for x in ("griddepcontrol.wait", "griddepcontrol.launch", "ld.global"))
             if i == 1:  # it runs beside the first one
                 assert -1 < release < load < ptx.rfind("st.global") < wait, what
+                assert last_program_waits(ptx), what
             elif i == 0:
                 assert -1 < wait < release < load, what
             assert i == 2 or "cp.async.cg" in ptx, what

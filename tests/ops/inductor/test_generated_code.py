@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import compiled
@@ -13,8 +14,10 @@ import pytest
 import torch
 from compiled import compile_in_subprocess
 
+from tatten.ops.cuda.bound_kernel import BoundLaunch
 from tatten.ops.cuda.prepared import Bytes, PreparedCall, PreparedLaunch, TmaTiles
-from tatten.ops.inductor.ir import TAKES_OPTIONS
+from tatten.ops.cuda.recording import NotRecordableError
+from tatten.ops.inductor.ir import TAKES_OPTIONS, check_options
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the made-up GPU is for machines without one")
 
@@ -124,6 +127,15 @@ def test_registers_are_limited_where_inductor_passes_the_limit_on() -> None:
         code, said = generate(case)
         assert not said
         assert ("maxnreg" in code) == limited, case
+
+
+def test_an_option_that_inductor_drops_is_refused() -> None:
+    launch = BoundLaunch(SimpleNamespace(__name__="kernel"), {}, {}, (1,), {"num_warps": 4, "maxnreg": 128})
+    if TAKES_OPTIONS:
+        check_options(launch)
+        return
+    with pytest.raises(NotRecordableError, match=re.escape("launches kernel with ['maxnreg'], which Inductor drops")):
+        check_options(launch)
 
 
 def test_views_are_made_only_where_a_kernel_begins_elsewhere() -> None:
