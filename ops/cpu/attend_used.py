@@ -45,6 +45,19 @@ class UsedKeys:
         return UsedKeys(self.key.masked_fill(outside, 0.0), self.value.masked_fill(outside, 0.0), self.mask)
 
 
+def _assert_length(kv_len: int | torch.SymInt, least: int) -> None:
+    """Assert in a graph with a dynamic length that it is at least `least`, as the graph was traced.
+
+    PyTorch's flash kernel would end the process for a segment without keys.
+    """
+    if isinstance(kv_len, torch.SymInt):
+        # `torch._check` is settled by the example's length, and leaves no node.
+        message = (
+            f"a segment of dynamic length must have at least {least} key{'s' * (least > 1)} in a decomposed program"
+        )
+        torch.ops.aten._assert_scalar.default(kv_len >= least, message)
+
+
 def used_in_blocks(query: Tensor, stored: KeyValue, least: int = 1) -> UsedKeys:
     """Return the used keys, at least `least` of them, of a segment whose rows serve aligned blocks of sequences.
 
@@ -52,6 +65,7 @@ def used_in_blocks(query: Tensor, stored: KeyValue, least: int = 1) -> UsedKeys:
     """
     key, value, mask, (kv_batch, _, kv_len, _) = stored.key, stored.value, stored.attn_mask, stored.key.shape
     scales = stored.key_scale, stored.value_scale
+    _assert_length(kv_len, 1 if mask is None else least)
     if mask is None or kv_len == 0:
         return UsedKeys(key, value, scales=scales)
     mask = fold_mask(mask.expand(*mask.shape[:-1], kv_len), query, kv_batch)
@@ -66,6 +80,7 @@ def used_by_rows(stored: KeyValue, rows: Tensor, least: int = 1) -> UsedKeys:
     """
     key, value, mask, block_mask = stored.key, stored.value, stored.attn_mask, stored.block_mask
     kv_batch, kv_len = key.shape[0], key.shape[2]
+    _assert_length(kv_len, 1 if mask is None else least)
     used = UsedKeys(key, value)
     if mask is not None and kv_len != 0:
         mask = mask.expand(*mask.shape[:-1], kv_len)

@@ -170,6 +170,38 @@ def test_sizes_may_be_dynamic(softcap: float | None) -> None:
         assert_state(*program.module()(tensors_of(inputs)), inputs)
 
 
+class Segments(torch.nn.Module):
+    def forward(self, query: Tensor, shared: Tensor, own: Tensor) -> Tensor:
+        return tatten.bifurcated_attention(query, [shared, own], [shared, own])
+
+
+def test_a_dynamic_segment_without_keys_is_an_error() -> None:
+    """PyTorch's flash kernel would end the process."""
+    query, shared, own = torch.randn(3, 4, 1, 16), torch.randn(1, 2, 40, 16), torch.randn(3, 2, 20, 16)
+    sizes = {"query": {}, "shared": {}, "own": {2: Dim("length", max=64)}}
+    for core_aten in (False, True):
+        table = tatten.decompositions(core_aten=core_aten)
+        with torch.no_grad():
+            program = torch.export.export(Segments(), (query, shared, own), dynamic_shapes=sizes)
+            module = program.run_decompositions(table).module()
+            one_key = own[:, :, :1]
+            torch.testing.assert_close(module(query, shared, one_key), Segments()(query, shared, one_key))
+            with pytest.raises(RuntimeError, match="a segment of dynamic length must have at least 1 key in"):
+                module(query, shared, own[:, :, :0])
+
+
+def test_a_dynamic_masked_segment_of_one_key_is_an_error_for_products() -> None:
+    inputs = tensors_of(Case(batch=3, mask="causal").inputs())
+    length = Dim("length", min=1, max=4096)
+    sizes = {name: {3: length} if name == "attn_mask" else {2: length} for name in ("key", "value", "attn_mask")}
+    with torch.no_grad():
+        program = torch.export.export(Decode({}), (inputs,), dynamic_shapes=({"query": {}, **sizes},))
+    short = {name: x if name == "query" else x.narrow(sizes[name].popitem()[0], 0, 1) for name, x in inputs.items()}
+    module = program.run_decompositions(tatten.decompositions(core_aten=True)).module()
+    with pytest.raises(RuntimeError, match="a segment of dynamic length must have at least 2 keys in"):
+        module(short)
+
+
 class Latent(torch.nn.Module):
     def forward(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return tatten.latent_attention(**tensors, scale=0.2, out_dtype=torch.float32, return_lse=True)
