@@ -94,6 +94,18 @@ def attend_without_flash() -> None:
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=1e-6, rtol=0)
 
 
+def decompose() -> None:
+    class Step(torch.nn.Module):
+        def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return tatten.decode_attention(query, key, key)
+
+    inputs, length = (torch.randn(2, 4, 1, 16), torch.randn(2, 2, 40, 16)), torch.export.Dim("length", max=64)
+    with torch.no_grad():
+        program = torch.export.export(Step(), inputs, dynamic_shapes=({}, {2: length}))
+        module = program.run_decompositions(tatten.decompositions()).module()
+        torch.testing.assert_close(module(*inputs), Step()(*inputs))
+
+
 def register() -> None:
     registered = entry_point._registered
     entry_point._registered = False
@@ -151,6 +163,7 @@ BREAKS: list[tuple[str, str, str, Callable[[], Any], str]] = [
     ("dtensor_sdpa", "from torch.distributed.tensor", "DTensor._op_dispatcher", use_dtensor_handlers, "_handlers"),
     ("ops.storage", "torch", "_C._is_alias_of", compile_step, ""),
     ("ops.cpu.flash", "torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu", attend_without_flash, ""),
+    ("ops.cpu.attend_used", "torch", "ops.aten._assert_scalar", decompose, ""),
     ("ops.distributed.collectives", "distributed_c10d", "_resolve_process_group", ask_for_collectives, ""),
     *(
         ("ops.distributed.collectives", "_c10d", name, ask_for_collectives, "")
