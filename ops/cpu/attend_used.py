@@ -46,13 +46,16 @@ class UsedKeys:
         return UsedKeys(self.key.masked_fill(outside, 0.0), self.value.masked_fill(outside, 0.0), self.mask)
 
 
-def _assert_length(kv_len: int | torch.SymInt, least: int) -> None:
-    """Assert in a graph with a dynamic length that it is at least `least`, as the graph was traced.
+def _assert_length(stored: KeyValue, least: int) -> None:
+    """Add an assertion to the graph if the length of a segment is dynamic: at least one key, or `least` with a mask.
 
-    PyTorch's flash kernel would end the process for a segment without keys.
+    Tracing decides branches on the length by the example. PyTorch's flash kernel ends the process if there is no key.
     """
+    kv_len: int | torch.SymInt = stored.key.shape[2]
     if not isinstance(kv_len, torch.SymInt):
         return
+    if stored.attn_mask is None:
+        least = 1
     message = f"a segment of dynamic length must have at least {least} key{'s' * (least > 1)} in a decomposed program"
     try:  # `torch._check` is settled by the example's length, and leaves no node
         torch.ops.aten._assert_scalar.default(kv_len >= least, message)
@@ -67,7 +70,7 @@ def used_in_blocks(query: Tensor, stored: KeyValue, least: int = 1) -> UsedKeys:
     """
     key, value, mask, (kv_batch, _, kv_len, _) = stored.key, stored.value, stored.attn_mask, stored.key.shape
     scales = stored.key_scale, stored.value_scale
-    _assert_length(kv_len, 1 if mask is None else least)
+    _assert_length(stored, least)
     if mask is None or kv_len == 0:
         return UsedKeys(key, value, scales=scales)
     mask = fold_mask(mask.expand(*mask.shape[:-1], kv_len), query, kv_batch)
@@ -82,7 +85,7 @@ def used_by_rows(stored: KeyValue, rows: Tensor, least: int = 1) -> UsedKeys:
     """
     key, value, mask, block_mask = stored.key, stored.value, stored.attn_mask, stored.block_mask
     kv_batch, kv_len = key.shape[0], key.shape[2]
-    _assert_length(kv_len, 1 if mask is None else least)
+    _assert_length(stored, least)
     used = UsedKeys(key, value)
     if mask is not None and kv_len != 0:
         mask = mask.expand(*mask.shape[:-1], kv_len)

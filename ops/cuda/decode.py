@@ -171,7 +171,8 @@ def plan_segment(
     acc_dtype = accumulator_dtype(query.dtype)
     pair = (2,) if space.max_and_sum else ()
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": pdl}
-    options |= {} if tiles.registers is None else {"maxnreg": tiles.registers}
+    if tiles.registers is not None:
+        options["maxnreg"] = tiles.registers
     launch = Launch(
         _decode_kernel,
         (space.programs,),

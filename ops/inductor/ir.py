@@ -16,6 +16,7 @@ from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_leaves
 
 from tatten.ops.cuda.bound_kernel import BoundLaunch
+from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.prepared import IMPORT, PreparedCall
 from tatten.ops.cuda.recording import NotRecordableError
 
@@ -107,14 +108,18 @@ def allocate(like: Tensor) -> Any:
     return lowering.empty_strided([*like.shape], [*like.stride()], dtype=like.dtype, device=like.device)
 
 
+def dropped_options(launch: Launch | BoundLaunch) -> list[str]:
+    """Return the names of the options of a launch that Inductor does not pass to Triton's compiler."""
+    return [] if TAKES_OPTIONS else sorted({*launch.options} - {*CONFIGURED, *COMPILE_OPTIONS})
+
+
 def check_options(launch: BoundLaunch) -> None:
     """Check that Inductor passes all options of a launch to Triton's compiler.
 
     Raises:
         NotRecordableError: it would drop one.
     """
-    dropped = [] if TAKES_OPTIONS else sorted({*launch.options} - {*CONFIGURED, *COMPILE_OPTIONS})
-    if dropped:
+    if dropped := dropped_options(launch):
         raise NotRecordableError(f"launches {launch.kernel.__name__} with {dropped}, which Inductor drops")
 
 

@@ -26,7 +26,6 @@ from tatten.ops.cuda.tuning import gpu_rates
 from tatten.ops.inductor.check import check_interfaces
 from tatten.ops.inductor.custom_pass import in_force
 from tatten.ops.inductor.ir import (
-    TAKES_OPTIONS,
     Boxes,
     ahead_of_time,
     allocate,
@@ -35,6 +34,7 @@ from tatten.ops.inductor.ir import (
     call_in_python,
     check_aligned,
     check_options,
+    dropped_options,
     fake_mode,
     fake_of,
     fallback,
@@ -135,12 +135,13 @@ def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with fake_mode():
         fake_args, fake_kwargs = tree_map_only(Boxes, fake, (args, kwargs))
         try:
-            options: dict[str, Any] = {"gluon": gluon, "registers": TAKES_OPTIONS}
+            options: dict[str, Any] = {"gluon": gluon, "registers": True}
             recording, result = record(implementation, *fake_args, **options, **fake_kwargs)
             large = recording.without_tma > gpu_rates(recording.inputs[0].device).most_bytes_without_tma
-            anew = large or (_needs_python(recording) and not TAKES_OPTIONS)
-            if anew and is_python() and not ahead_of_time():
-                options |= {"tma": large, "registers": True}
+            if large and is_python() and not ahead_of_time():
+                recording, result = record(implementation, *fake_args, **options, tma=True, **fake_kwargs)
+            elif not _needs_python(recording) and any(dropped_options(launch) for launch, _ in recording.launches):
+                options["registers"] = False
                 recording, result = record(implementation, *fake_args, **options, **fake_kwargs)
         except (ValueError, NotImplementedError) as error:  # calling the op raises it again
             raise NotRecordableError("it raises") from error
