@@ -23,7 +23,7 @@ _TYPES = {"Tensor": "a Tensor", "int": "an int", "float": "a float", "bool": "a 
 
 
 def names_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a public function that calls an op of its own name, and takes its options by keyword only.
+    """Decorate a public function whose op has the same name and whose options are keyword-only.
 
     Raises:
         TypeError: an argument that must be passed by keyword is not, or has another type than the op takes.

@@ -12,7 +12,7 @@ def end_after_previous_launch():
 
     The next launch waits for this one alone, but reads the results of both. One program is enough to wait, since a
     launch ends with its last program, and waiting makes the previous launch's writes visible. If every program waited,
-    they would fill the SMs, and the rest could start only after the previous launch.
+    waiting programs would fill the SMs, and the others could start only after the previous launch.
     """
     if tl.program_id(0) == tl.num_programs(0) - 1:
         tl.extra.cuda.gdc_wait()
