@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,6 +106,7 @@ def _language(machine: Machine, program: Callable[[], int]) -> dict[str, Any]:
         abs=torch.abs,
         exp2=torch.exp2,
         log=torch.log,
+        sqrt_rn=torch.sqrt,
         fma=lambda a, b, c: a * b + c,
         sum=torch.sum,
         max=_max,
@@ -163,7 +164,7 @@ class Interpreted:
                 elif isinstance(x, constexpr):
                     patch.setattr(module, other, x.value)
                 elif hasattr(x, "fn"):
-                    patch.setattr(module, other, x.fn)
+                    patch.setattr(module, other, _with_language(x.fn, language["gl"]))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*tensors: Any, **arguments: Any) -> None:
@@ -175,6 +176,12 @@ class Interpreted:
                 self.function(*given)
 
         return launch
+
+
+def _with_language(function: FunctionType, language: Any) -> FunctionType:
+    """Return a function of Triton that runs with this language, and others as they are."""
+    names = function.__globals__
+    return FunctionType(function.__code__, {**names, "tl": language}) if "tl" in names else function
 
 
 def import_with_fault(

@@ -34,6 +34,7 @@ from tatten.ops.cuda.kernels.tile_scheduler import (
     entry_stop,
     first_tile,
     own_start,
+    programs_over_runs,
     sequences_of,
     shared_span,
     tile_space,
@@ -185,9 +186,10 @@ def _decode_kernel(
     groups = tl.arange(0, GROUPS)
     program = tl.program_id(0)
     total_tiles = tl.max(ends, axis=0)
-    active_programs = tl.minimum(programs, total_tiles)
     if PART == SHARED_PART:
-        active_programs = tl.maximum(active_programs, 1)  # there may be no row group
+        active_programs = tl.maximum(programs_over_runs(programs, total_tiles), 1)  # there may be no row group
+    else:
+        active_programs = tl.minimum(programs, total_tiles)
     program_start = first_tile(program, total_tiles, active_programs, INT64_TILES)
     program_end = first_tile(program + 1, total_tiles, active_programs, INT64_TILES)
 

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tatten.ops.cuda.kernels.query_blocks import COLUMNS, CUTS_COLUMN
+from tatten.ops.cuda.kernels.tile_scheduler import programs_over_runs
 from tatten.ops.page_runs import BEGINS, ENTRY_STOPS, LEVELS, ORDER, STARTS, STOPS
 
 BLOCK_N = 128  # keys of a tile
@@ -34,6 +35,8 @@ def share_of_program(ends, unit, room, programs, blocks, kv_heads, SHARED: gl.co
     """
     total = gl.load(ends + (room - 1)).to(gl.int32) * unit
     active = gl.maximum(gl.minimum(programs, total), 1)
+    if SHARED:
+        active = gl.maximum(programs_over_runs(programs, total), 1)
     program = gl.program_id(0).to(gl.int64)
     begin = gl.minimum(total * program // active, total).to(gl.int32)
     end = gl.minimum(total * (program + 1) // active, total).to(gl.int32)

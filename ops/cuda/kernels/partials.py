@@ -6,7 +6,13 @@ import triton
 import triton.language as tl
 
 from tatten.ops.cuda.kernels.online_softmax import fold_states
-from tatten.ops.cuda.kernels.tile_scheduler import chunks_of, first_tile, program_of, tile_space
+from tatten.ops.cuda.kernels.tile_scheduler import (
+    chunks_of,
+    first_tile,
+    program_of,
+    programs_over_runs,
+    tile_space,
+)
 from tatten.ops.page_runs import PLACES, TILE_ENDS, UNIT_KEYS
 
 _PLACES, _TILE_ENDS, _UNIT_KEYS = tl.constexpr(PLACES), tl.constexpr(TILE_ENDS), tl.constexpr(UNIT_KEYS)
@@ -77,7 +83,8 @@ def find_partials(
     if CHUNK:  # each chunk has its own slot
         slot = start * BLOCK_M + q_row % BLOCK_M
         return slot, slot, n_tiles + 0 * start
-    return _slots(start, n_tiles, q_row % BLOCK_M, total_tiles, programs, BLOCK_M, INT64_TILES)
+    active_programs = tl.minimum(programs, total_tiles)
+    return _slots(start, n_tiles, q_row % BLOCK_M, total_tiles, active_programs, BLOCK_M, INT64_TILES)
 
 
 @triton.jit
@@ -102,16 +109,16 @@ def find_shared_partials(
     n_tiles = end - tl.load(tile_ends + group - 1, mask=shares & (group > 0), other=0) * tiles
     start = end * work_tiles - (work_tiles - head // heads_per_kv * q_blocks - q_row // BLOCK_M) * n_tiles
     total_tiles = tl.maximum(tl.load(tile_ends + entries) * tiles * work_tiles, 1)
+    active_programs = programs_over_runs(programs, total_tiles)
     first_slot, other_slots, owners = _slots(
-        start, n_tiles, q_row % BLOCK_M, total_tiles, programs, BLOCK_M, INT64_TILES
+        start, n_tiles, q_row % BLOCK_M, total_tiles, active_programs, BLOCK_M, INT64_TILES
     )
     return first_slot, other_slots, tl.where(shares, owners, 0)
 
 
 @triton.jit
-def _slots(start, n_tiles, row, total_tiles, programs, BLOCK_M: tl.constexpr, INT64_TILES: tl.constexpr):
+def _slots(start, n_tiles, row, total_tiles, active_programs, BLOCK_M: tl.constexpr, INT64_TILES: tl.constexpr):
     """Return the slots of a row of work tiles of `n_tiles` from `start` on: the first, the others, and their number."""
-    active_programs = tl.minimum(programs, total_tiles)
     first = program_of(start, total_tiles, active_programs, INT64_TILES)
     owners = program_of(start + n_tiles - 1, total_tiles, active_programs, INT64_TILES) - first + 1
     # If the first owner began in another work tile, this is its second slot. The others began in this one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import os
 import random
 from collections import Counter
@@ -21,8 +22,9 @@ from slow import slow_but
 from torch import Tensor
 
 from tatten.ops.cuda.kernels.query_blocks import CUTS_COLUMN, _largest_part
+from tatten.ops.cuda.kernels.tile_scheduler import programs_over_runs
 from tatten.ops.mixed_batch import MixedCall
-from tatten.ops.page_runs import LEVELS, ORDER, OWN, PLACES, ROWS
+from tatten.ops.page_runs import LEVELS, ORDER, OWN, PLACES, ROWS, TILE_ENDS
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 BLOCK_M, BLOCK_N, DIM = 16, 128, 16
@@ -208,6 +210,45 @@ def draw(rng: random.Random, shares: bool) -> Case:
     # Few tiles are a long part here, and margins are as long as parts: they leave programs without any tile.
     programs, long_part, margin = rng.choice((3, 8, 13, 21)), rng.choice((1, 1, 8)), rng.choice((1, 1, 3))
     return Case(call, n_blocks, programs, long_part, margin, rng.random() < 0.2)
+
+
+@triton.jit
+def _programs_kernel(programs, tiles, result):
+    tl.store(result, programs_over_runs(programs, tiles))
+
+
+def over_runs(programs: int, tiles: int) -> int:
+    """A plain model of `programs_over_runs`."""
+    few = programs * (4 + math.isqrt(min(tiles, 1 << 16))) // 45 // 8 * 8
+    return min(programs, tiles, max(few, 8))
+
+
+@pytest.mark.parametrize("programs", [1, 7, 20, 120, 264])
+def test_programs_over_runs(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's and Gluon's arithmetic is that of a plain model, and programs take each tile of the runs once."""
+    from tatten.ops.cuda.kernels import page_blocks
+
+    kernel, result = Interpreted(monkeypatch, 0, "share_of_program", page_blocks), torch.zeros(1, dtype=torch.int64)
+    roots = itertools.chain.from_iterable((n * n - 1, n * n) for n in range(2, 41))
+    for tiles in (0, 1, 2, *roots, 4096, 70000, 3 << 20):
+        _programs_kernel[(1,)](programs, tiles, result)
+        assert int(result) == over_runs(programs, tiles)
+        entries, end = 4, 0
+        shared = torch.zeros(ROWS, entries + 1, dtype=torch.int32)
+        shared[TILE_ENDS] = tiles
+        ends, lists = Pointer(shared[TILE_ENDS]), Pointer(shared)
+        for program in range(programs if tiles else 0):
+            kernel.program = program
+            begin, stop = map(int, page_blocks.share_of_program(ends, 1, entries, programs, lists, 1, True)[:2])
+            assert begin == end
+            assert (stop > begin) == (program < over_runs(programs, tiles))
+            end = stop
+        assert end == tiles
+
+
+def test_programs_over_runs_on_an_h100() -> None:
+    """The numbers of programs that were among the fastest."""
+    assert [over_runs(120, tiles) for tiles in (64, 256, 512, 1024, 4096)] == [32, 48, 64, 96, 120]
 
 
 def no_states(_: object, stored: Any) -> Any:
