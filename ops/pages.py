@@ -57,8 +57,9 @@ def gather_pages(call: AttentionCall) -> AttentionCall:
     Keys beyond the lengths, and keys of entries that name no page, are 0 in the copy. A mask excludes the latter.
     """
     (stored,) = call.segments
-    table, kv_lens = stored.block_table, stored.kv_lens
-    assert table is not None
+    assert stored.block_table is not None
+    # Indexing by a transposed table transposes the result. PyTorch's tracing does not, and would view it in another way.
+    table, kv_lens = stored.block_table.clone(memory_format=torch.contiguous_format), stored.kv_lens
     pages, named = named_pages(table, stored.key.shape[0])
     named = used = named.repeat_interleave(stored.key.shape[2], dim=1)
     if kv_lens is not None:
@@ -68,7 +69,9 @@ def gather_pages(call: AttentionCall) -> AttentionCall:
     def gathered(x: Tensor) -> Tensor:
         copy = as_fillable(heads_first(x)[pages].flatten(1, 2))
         blank = unused.view(*unused.shape, *(1,) * (copy.dim() - 2))
-        return heads_first(torch.where(blank, copy.new_zeros(()), copy).view(x.dtype))
+        copy = heads_first(torch.where(blank, copy.new_zeros(()), copy).view(x.dtype))
+        # With strides in another order, PyTorch (2.11 to 2.13) asks whether a narrowed scale has one key.
+        return copy.clone(memory_format=torch.contiguous_format) if x.dim() == 3 else copy
 
     mask = narrow_mask(stored.attn_mask, named[:, None, None])
     return call._replace(segments=(in_order(stored, gathered)._replace(attn_mask=mask),))

@@ -253,6 +253,39 @@ def test_decomposes(core_aten: bool, dtype: torch.dtype, masked: bool) -> None:
         torch.testing.assert_close(got, x, rtol=1e-5, atol=1e-5)
 
 
+class Attention(torch.nn.Module):
+    def forward(self, inputs: dict[str, Any]) -> Any:
+        return tatten.decode_attention(**inputs)
+
+
+def decomposed(inputs: dict[str, Any]) -> torch.nn.Module:
+    """The attention of inputs like these, exported and decomposed."""
+    with torch.no_grad():
+        program = torch.export.export(Attention(), (inputs,))
+    return program.run_decompositions(tatten.decompositions()).module()
+
+
+@pytest.mark.parametrize("exported_transposed", [False, True])
+def test_a_decomposed_program_takes_tables_of_any_strides(exported_transposed: bool) -> None:
+    inputs = paged(4, [12, 10, 0], 3, "interleaved")
+    transposed = inputs | {"block_table": inputs["block_table"].t().contiguous().t()}
+    program = decomposed(transposed if exported_transposed else inputs)
+    want = tatten.decode_attention(**inputs)
+    torch.testing.assert_close(program(inputs), want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(program(transposed), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("scaled", ["key_scale", "value_scale"])
+def test_decomposes_with_scales_of_keys(kv_heads: int, scaled: str) -> None:
+    pools = {name: torch.randint(-100, 100, (12, 16, kv_heads, 8), dtype=torch.int8) for name in ("key", "value")}
+    table, lens = torch.arange(12, dtype=torch.int32).view(3, 4), torch.tensor([20, 33, 10])
+    inputs = {"query": torch.randn(3, 4, 1, 8), **pools, "block_table": table, "kv_lens": lens}
+    inputs[scaled] = torch.rand(12, 16, kv_heads)
+    want = tatten.decode_attention(**inputs)
+    torch.testing.assert_close(decomposed(inputs)(inputs), want, rtol=1e-4, atol=1e-4)
+
+
 def test_a_copy_has_no_number_that_no_length_covers() -> None:
     inputs = paged(4, [12, 10, 0], 3)
     inputs["block_table"][0, 1] = -1
