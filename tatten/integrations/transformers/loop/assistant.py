@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers import Cache, PreTrainedModel
 
 from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.call import GenerateCall
+from tatten.integrations.transformers.loop.compiled_function import CompiledFunction
 from tatten.integrations.transformers.loop.generate_call import prefill
 from tatten.integrations.transformers.loop.step import StepState
 
@@ -34,8 +34,8 @@ class Assistant:
     model: weakref.ref[PreTrainedModel]
     cache: Cache
     drafts: Tensor
-    first: Callable[..., None]
-    following: Callable[..., None]
+    first: CompiledFunction
+    following: CompiledFunction
 
     def read_prompt(self, call: GenerateCall) -> None:
         """Fill the cache with the prompt of a call."""
@@ -43,11 +43,10 @@ class Assistant:
         self.cache.reset()
         prefill(call.draft, call.ids, call.config, {CACHE: self.cache, "use_cache": True})
 
-    def choose(self, state: StepState, inputs: dict[str, Any]) -> Tensor:
-        """Return the tokens with which the draft model continues the text greedily, `[drafts]`."""
-        for choose in [self.first] + [self.following] * (len(self.drafts) - 1):
-            choose(self.model(), self.cache, state, self.drafts, inputs)
-        return self.drafts
+    def calls(self, state: StepState, inputs: dict[str, Any]) -> list[tuple[CompiledFunction, tuple[Any, ...]]]:
+        """Return the calls that choose the tokens with which the draft model continues the text greedily."""
+        functions = [self.first] + [self.following] * (len(self.drafts) - 1)
+        return [(function, (self.model(), self.cache, state, self.drafts, inputs)) for function in functions]
 
 
 def first_draft(draft: PreTrainedModel, cache: Cache, state: StepState, drafts: Tensor, inputs: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tatten.integrations.transformers.loop.compiled_function import CompiledFunction
 from tatten.integrations.transformers.loop.fingerprint import leaves, numbers_of
 
 
@@ -21,6 +22,7 @@ class NotCompiledError(NoStepError):
 
 
 WARM_UP = 2  # steps that compile, tune and allocate workspaces before the capture
+Calls = list[tuple[CompiledFunction, tuple[Any, ...]]]
 
 
 class Runner:
@@ -28,10 +30,12 @@ class Runner:
 
     On a GPU it is captured as a CUDA graph after two ordinary steps. A capture executes nothing, so no step is lost or
     computed twice. Before the first step of a call, `begin` compares the addresses of weights, buffers and the cache,
-    and the numbers of the cache, with those of the capture. If any has changed, the step is captured again.
+    and the numbers of the cache, with those of the capture, and asks Dynamo whether the compiled code still holds. If
+    anything has changed, the step is captured again.
 
     Args:
-        step: a function of the model and the arguments of its forward, which computes a step.
+        calls: a function of the model and the arguments of its forward, which returns the calls that compute a step.
+        prepare: runs before the calls of each step.
         caches: returns the caches that the step writes.
         not_captured: the reason why the step must not be captured, or None.
         draft: returns the draft model that the step also runs, or None.
@@ -39,62 +43,80 @@ class Runner:
 
     def __init__(
         self,
-        step: Callable[[nn.Module, dict[str, Any]], None],
+        calls: Callable[[nn.Module, dict[str, Any]], Calls],
+        prepare: Callable[[], None],
         caches: Callable[[], object],
         not_captured: str | None,
         draft: Callable[[], nn.Module | None] = lambda: None,
     ):
-        self._step, self._caches, self._draft = step, caches, draft
+        self._calls, self._prepare, self._caches, self._draft = calls, prepare, caches, draft
         self.not_captured = not_captured
         self._steps = 0
+        self._may_compile = True
         self._graph: torch.cuda.CUDAGraph | None = None
         self._captured: tuple[object, ...] = ()
 
-    def begin(self, model: nn.Module) -> None:
-        """Drop the graph if the weights or the cache have moved since the capture."""
-        if self._graph is not None and self._captured != self._fingerprint(model):
+    def begin(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        """Drop the graph if the weights or the cache have moved since the capture, or the code no longer holds."""
+        self._may_compile = True
+        if self._graph is None:
+            return
+        moved = self._captured != self._fingerprint(model)
+        if moved or not all(function.still_captured(args) for function, args in self._calls(model, inputs)):
             self._graph, self._steps = None, WARM_UP - 1  # one ordinary step, which may compile again
 
     def run(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """Run a step."""
+        """Run a step. The first one of a call may compile.
+
+        Raises:
+            NotCompiledError: it did not compile.
+        """
         if self._graph is not None:
             self._graph.replay()
             return
-        if self._steps == 0:
-            self._compile_and_run(model, inputs)
-            return
-        if self.not_captured is not None:
-            self._step(model, inputs)
-            return
-        if self._steps < WARM_UP:
-            before = numbers_of(self._caches())
-            self._step(model, inputs)
-            self._steps += 1
-            if numbers_of(self._caches()) != before:
-                self.not_captured = "the cache counts steps by numbers of the host"
+        if self._may_compile or self._steps < WARM_UP or self.not_captured is not None:
+            self._run_uncaptured(model, inputs)
             return
         gc.collect()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream(), capture_error_mode="thread_local"):
             self._step(model, inputs)
         self._graph, self._captured = graph, self._fingerprint(model)
+        for function, args in self._calls(model, inputs):
+            function.note_captured(args)
         graph.replay()
+
+    def _step(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        self._prepare()
+        for function, args in self._calls(model, inputs):
+            function(*args)
 
     def _stream(self) -> torch.cuda.Stream:
         """Make a stream for the capture: workspaces of cuBLAS belong to a stream, and so to one graph."""
         return torch.cuda.Stream()
 
+    def _run_uncaptured(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        checks_numbers = self._steps > 0 and self.not_captured is None
+        before = numbers_of(self._caches()) if checks_numbers else []
+        if self._may_compile:
+            self._may_compile = False
+            self._compile_and_run(model, inputs)
+        else:
+            self._step(model, inputs)
+        self._steps += 1
+        if checks_numbers and numbers_of(self._caches()) != before:
+            self.not_captured = "the cache counts steps by numbers of the host"
+
     def _compile_and_run(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        from torch._dynamo.exc import TorchDynamoException
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
         try:
             self._step(model, inputs)
-        except TorchDynamoException as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             first, *more = str(error).strip().split("\n")
             # A backend's failure has only "backend='tatten' raised:" in its first line.
             cause = f"{first} {more[0]}" if first.endswith(":") and more else first
             raise NotCompiledError(f"the step does not compile as one graph: {cause}") from error
-        self._steps = 1
 
     def _fingerprint(self, model: nn.Module) -> tuple[object, ...]:
         models = [x for x in (model, self._draft()) if x is not None]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +16,8 @@ from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.assistant import Assistant, first_draft, next_draft
 from tatten.integrations.transformers.loop.cache import capacity_for, decoder_layers, empty, static_cache
 from tatten.integrations.transformers.loop.call import GenerateCall, initial_state
-from tatten.integrations.transformers.loop.capture import Runner
+from tatten.integrations.transformers.loop.capture import Calls, Runner
+from tatten.integrations.transformers.loop.compiled_function import CompiledFunction
 from tatten.integrations.transformers.loop.compiling import compile_arguments, uses_cudagraph_trees
 from tatten.integrations.transformers.loop.fingerprint import leaves, state_of
 from tatten.integrations.transformers.loop.generate_call import is_users_cache
@@ -102,24 +101,24 @@ def prepare(
     for x in state.tensors():
         mark_static(x)
 
-    def compiled(function: Callable[..., None]) -> Callable[..., None]:
-        return torch.compile(_with_new_code(function), fullgraph=True, dynamic=False, **compiling)
+    function = verify if call.draft is not None else lookup_step if drafts else decode_step
+    compute = CompiledFunction(function, compiling)
+    cache_of, assistant = weakref.ref(cache), assistant_of(call, cache, compiling)
 
-    compute = compiled(verify if call.draft is not None else lookup_step if drafts else decode_step)
-    cache_of, assistant = weakref.ref(cache), assistant_of(call, cache, compiled)
-
-    def run(model: nn.Module, inputs: dict[str, Any]) -> None:
+    def draw_noise() -> None:
         if state.noise is not None:
             state.noise.exponential_(1)  # in eager mode, which draws the numbers of `torch.multinomial`
+
+    def calls(model: nn.Module, inputs: dict[str, Any]) -> Calls:
         if assistant is not None:
-            compute(model, cache_of(), state, assistant.choose(state, inputs), inputs)
-        elif drafts:
-            compute(model, cache_of(), state, drafts, ngram, inputs)
-        else:
-            compute(model, cache_of(), state, functions, inputs)
+            choices = assistant.calls(state, inputs)
+            return [*choices, (compute, (model, cache_of(), state, assistant.drafts, inputs))]
+        arguments = (drafts, ngram) if drafts else (functions,)
+        return [(compute, (model, cache_of(), state, *arguments, inputs))]
 
     runner = Runner(
-        run,
+        calls,
+        prepare=draw_noise,
         caches=lambda: (cache_of(), None if assistant is None else assistant.cache),
         not_captured=_not_captured(call, compiling, inputs),
         draft=lambda: None if assistant is None else assistant.model(),
@@ -130,9 +129,7 @@ def prepare(
     return step
 
 
-def assistant_of(
-    call: GenerateCall, cache: Cache, compiled: Callable[[Callable[..., None]], Callable[..., None]]
-) -> Assistant | None:
+def assistant_of(call: GenerateCall, cache: Cache, compiling: dict[str, Any]) -> Assistant | None:
     """Make the buffers of a call's draft model, with a cache as long as that of the model, and compile its code."""
     if call.draft is None:
         return None
@@ -140,12 +137,8 @@ def assistant_of(
     drafts = torch.zeros(call.drafts, dtype=torch.int64, device=call.ids.device)
     mark_static(drafts)
     draft_cache = static_cache(call.draft, capacity, cache)
-    return Assistant(weakref.ref(call.draft), draft_cache, drafts, compiled(first_draft), compiled(next_draft))
-
-
-def _with_new_code(function: Callable[..., None]) -> Callable[..., None]:
-    """Copy a function with a new code object: Dynamo limits recompilations for each code object."""
-    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    first, following = CompiledFunction(first_draft, compiling), CompiledFunction(next_draft, compiling)
+    return Assistant(weakref.ref(call.draft), draft_cache, drafts, first, following)
 
 
 def _not_captured(call: GenerateCall, compiling: dict[str, Any], inputs: dict[str, Any]) -> str | None:

@@ -1,0 +1,55 @@
+"""Functions compiled as one graph, which can tell whether a CUDA graph of their last call would serve another call."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tatten.ops.moved import moved
+
+
+class CompiledFunction:
+    """A function compiled as one graph for static shapes.
+
+    It has a code object of its own, because Dynamo limits recompilations for each code object.
+
+    Args:
+        function: a function of positional arguments, without a closure.
+        compiling: the arguments of `torch.compile`.
+    """
+
+    def __init__(self, function: Callable[..., None], compiling: dict[str, Any]):
+        self._code = function.__code__.replace()
+        function = types.FunctionType(self._code, function.__globals__, function.__name__)
+        self._compiled = torch.compile(function, fullgraph=True, dynamic=False, **compiling)
+        self._captured: object = None
+
+    def __call__(self, *args: Any) -> None:
+        self._compiled(*args)
+
+    def note_captured(self, args: tuple[Any, ...]) -> None:
+        """Remember the code that Dynamo has compiled for a call, of which a CUDA graph is made."""
+        self._captured = next(self._accepting(args), None)
+
+    def still_captured(self, args: tuple[Any, ...]) -> bool:
+        """Return True if the code that was captured would also run a call with these arguments.
+
+        Dynamo's guards compare everything that the code was compiled for: numbers in closures, globals and objects of
+        any class. A replay of a CUDA graph evaluates no guards.
+        """
+        return self._captured is not None and any(code is self._captured for code in self._accepting(args))
+
+    def _accepting(self, args: tuple[Any, ...]) -> Any:
+        """Yield the compiled code objects whose guards accept a call, the one that runs first."""
+        names = self._code.co_varnames[: self._code.co_argcount]
+        arguments = dict(zip(names, args, strict=True))
+        try:
+            entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(self._code)
+            for entry in entries:
+                if entry.guard_manager.check(arguments):
+                    yield entry.code
+        except Exception as error:  # of any kind: it's private API
+            moved("torch._C._dynamo.eval_frame", error, "each call of `generate` captures its CUDA graph anew")
