@@ -58,7 +58,7 @@ def gather_pages(call: AttentionCall) -> AttentionCall:
     """
     (stored,) = call.segments
     assert stored.block_table is not None
-    # Indexing by a transposed table transposes the result. PyTorch's tracing does not, and would view it in another way.
+    # Indexing by a transposed table transposes the result. PyTorch's tracing does not, and views would not fit.
     table, kv_lens = stored.block_table.clone(memory_format=torch.contiguous_format), stored.kv_lens
     pages, named = named_pages(table, stored.key.shape[0])
     named = used = named.repeat_interleave(stored.key.shape[2], dim=1)

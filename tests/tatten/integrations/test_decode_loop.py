@@ -19,6 +19,8 @@ import transformers
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, StaticCache, TextIteratorStreamer
+from transformers.generation.logits_process import SuppressTokensAtBeginLogitsProcessor
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from tatten.integrations.transformers import DecodeLoop, QuantizedStaticCache, SharedPrefixCache, cache_kwargs
 from tatten.integrations.transformers.loop import fingerprint, generate_call, prepared
@@ -573,6 +575,44 @@ def test_more_changes_of_a_model_than_dynamo_recompiles_for() -> None:
         attention.scaling = scaling * factor
         assert torch.equal(*both(model, loop, ids, max_new_tokens=4))
     attention.scaling = scaling
+
+
+def test_a_number_in_a_closure_that_changes_more_often_than_dynamo_recompiles() -> None:
+    """Dynamo compiles for each value. When it refuses to, the loop of `generate` runs."""
+    model, loop, ids, scale = build("llama"), DecodeLoop(), prompts(1)[0], [0.0]
+    hook = model.model.layers[0].register_forward_hook(lambda module, inputs, output: output + scale[0])
+    try:
+        for i in range(10):
+            scale[0] = 0.1 * i
+            assert torch.equal(*both(model, loop, ids, max_new_tokens=6))
+    finally:
+        hook.remove()
+    assert "the step does not compile as one graph" in str(loop.reason)
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_scores_without_a_token_to_sample_raise_as_in_generate(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DecodeLoop, "_steps_ahead", lambda *_: ahead)
+    model, ids = build("llama"), prompts(1)[0]
+    none_left = SuppressTokensAtBeginLogitsProcessor(list(range(model.config.vocab_size)), PROMPT + 4)
+    arguments = {"max_new_tokens": 12, "do_sample": True, "eos_token_id": None, "logits_processor": [none_left]}
+    for more in ({}, {"custom_generate": DecodeLoop(), "compile_config": EAGER}):
+        with pytest.raises(RuntimeError, match="inf"):
+            model.generate(ids, **arguments, **more)
+    torch.manual_seed(0)  # the next call works again, and may end before the scores fail
+    loop = DecodeLoop()
+    assert torch.equal(*both(model, loop, ids, do_sample=True, max_new_tokens=4, logits_processor=[none_left]))
+    assert loop.reason is None
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"do_sample": True}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_a_prompt_longer_than_the_text_may_be(kwargs: dict[str, Any]) -> None:
+    """The cache has room for the prompt, which one token follows."""
+    model, loop, ids = build("llama"), DecodeLoop(), prompts(1, 1500)[0]
+    tokens, expected = both(model, loop, ids, stopping_criteria=[MaxLengthCriteria(10)], **kwargs)
+    assert loop.reason is None
+    assert torch.equal(tokens, expected)
+    assert tokens.shape == (1, 1501)
 
 
 def test_the_first_of_several_criteria_ends_the_text() -> None:

@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import CompileConfig, StaticCache
+from transformers.generation.logits_process import SuppressTokensAtBeginLogitsProcessor
 
 from tatten.integrations.transformers import DecodeLoop, cache_kwargs
 
@@ -96,6 +97,32 @@ def test_weights_that_moved_are_captured_anew() -> None:
             x.data = x.data * 0.5
     assert torch.equal(model.generate(ids, **arguments, **looped), model.generate(ids, **arguments))
     assert runner(loop, model)._graph is not graph
+
+
+def test_a_number_in_a_closure_is_captured_anew() -> None:
+    """A replay evaluates no guards, so a call asks Dynamo before it replays."""
+    model, loop, ids, scale = build(), DecodeLoop(), prompts(1)[0], [0.0]
+    model.model.layers[0].register_forward_hook(lambda module, inputs, output: output + scale[0])
+    arguments = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    graphs = []
+    for number in (0.0, 0.0, 2.0, 0.0):
+        scale[0] = number
+        expected = model.generate(ids, **arguments)
+        assert torch.equal(model.generate(ids, **arguments, custom_generate=loop, compile_config=CONFIG), expected)
+        assert loop.reason is None
+        graphs.append(runner(loop, model)._graph)
+    assert graphs[0] is graphs[1]
+    assert len({id(graph) for graph in graphs}) == 3
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_scores_without_a_token_to_sample_raise(ahead: int) -> None:
+    model, loop, ids = build(), DecodeLoop(ahead), prompts(1)[0]
+    none_left = SuppressTokensAtBeginLogitsProcessor(list(range(500)), 50, device="cuda")
+    arguments = {"max_new_tokens": 30, "do_sample": True, "eos_token_id": None, "logits_processor": [none_left]}
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="finite maximum"):
+            model.generate(ids, **arguments, custom_generate=loop, compile_config=CONFIG)
 
 
 def test_a_users_cache_is_captured_and_goes_on_after_an_early_end() -> None:

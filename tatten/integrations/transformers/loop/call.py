@@ -39,9 +39,10 @@ class GenerateCall:
 
     @property
     def max_length(self) -> int:
+        """The number of tokens of the longest text. A prompt is followed by one token, however long it is."""
         length = longest_text(self.criteria)
         assert length is not None  # else `reasons` declines the call
-        return length
+        return max(length, self.ids.shape[1] + 1)
 
     @property
     def drafts(self) -> int:
@@ -127,7 +128,7 @@ def initial_state(
         sequences=sequences,
         length=torch.tensor([prompt + 1], device=device),
         latest=torch.zeros(batch, 1 + drafts, dtype=torch.int64, device=device),
-        report=torch.zeros(2, dtype=torch.int64, device=device),
+        report=torch.zeros(3, dtype=torch.int64, device=device),
         ended=ended,
         eos=eos,
         pad=None if eos is None else pad_token(call.config, device),

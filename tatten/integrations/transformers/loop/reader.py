@@ -35,7 +35,11 @@ class Reader:
         return report, latest, torch.cuda.Event() if self._on_gpu else None
 
     def after_launch(self) -> bool:
-        """Copy the report of the last step. Return True if the report of an earlier step says that all texts ended."""
+        """Copy the report of the last step. Return True if the report of an earlier step says that all texts ended.
+
+        Raises:
+            RuntimeError: an earlier step could not sample a token. `torch.multinomial` raises one, too.
+        """
         self._stream_first()
         report, latest, event = host_buffer = self._free.pop()
         report.copy_(self._state.report, non_blocking=True)
@@ -63,7 +67,9 @@ class Reader:
         report, latest, event = host_buffer = self._launched.popleft()
         if event is not None:
             event.synchronize()
-        before, (self.needed_tokens, ended) = self.needed_tokens, report.tolist()
+        before, (self.needed_tokens, ended, failed) = self.needed_tokens, report.tolist()
+        if failed:
+            raise RuntimeError("scores to sample from must have a finite maximum, got NaN, infinity or -inf alone")
         if self._streamer is not None and self.needed_tokens > before:
             self._streamer.put(latest[:, : self.needed_tokens - before].flatten().clone())
         self._free.append(host_buffer)

@@ -27,7 +27,8 @@ class StepState:
             and the drafts of a step.
         length: int64 `[1]`, the number of tokens in `sequences`.
         latest: int64 `[batch, n]`, the tokens of the last step. Only the accepted ones, at the front, count.
-        report: int64 `[2]`: the number of tokens after the first that any sequence needed, and 1 if all have ended.
+        report: int64 `[3]`: the number of tokens after the first that any sequence needed, 1 if all have ended, and 1
+            if a needed token could not be sampled.
         ended: bool `[batch]`.
         eos: the tokens that end a text, `[n]`, or None.
         pad: the token that follows the end of a text, 0-d; None without `eos`.
@@ -88,14 +89,16 @@ def decode_step(
         scores = rule(scores, history, *operands)
     # As `torch.multinomial` of one sample divides by exponential noise, the same seed gives the same tokens.
     token = scores.argmax(-1) if state.noise is None else (scores.softmax(-1) / state.noise).argmax(-1)
-    needed = ~state.ended.all()
+    needed, failed = ~state.ended.all(), state.report[2]
+    if state.noise is not None:  # otherwise probabilities are NaN, for which `torch.multinomial` raises an error
+        failed = failed | (needed & ~scores.amax(-1).isfinite().all())
     if state.eos is not None:
         assert state.pad is not None
         token = torch.where(state.ended, state.pad, token)
         state.ended.logical_or_((token[:, None] == state.eos).any(1))
     state.sequences.index_copy_(1, state.length, token[:, None])
     state.length.add_(1)
-    state.report.copy_(torch.stack([state.report[0] + needed, state.ended.all().long()]))
+    state.report.copy_(torch.stack([state.report[0] + needed, state.ended.all().long(), failed]))
     if state.occurred is not None:
         state.occurred.scatter_(1, token[:, None], True)
     if state.position is not None:

@@ -54,4 +54,4 @@ def verify(model: PreTrainedModel, cache: Cache, state: StepState, proposed: Ten
     for layer in cache.layers:
         layer.cumulative_length.sub_(drafts + 1 - new)
     state.ended.logical_or_((ends & (offsets < new)).any() | (length >= state.limit))
-    state.report.copy_(torch.stack([state.report[0] + new, state.ended[0].long()]))
+    state.report.copy_(torch.stack([state.report[0] + new, state.ended[0].long(), state.report[2]]))
