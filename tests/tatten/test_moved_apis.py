@@ -445,7 +445,7 @@ OTHERS = {
     *("torch._dynamo.backends", "torch._dynamo.exc", "torch._inductor.cudagraph_trees", "torch._dynamo.config"),
     *("_get_backend", "_device_types", "_get_process_group_store", "_spec", "_version", "_attn_implementation"),
     *("_prefill", "_update_model_kwargs_for_generation", "_extract_generation_mode_kwargs", "_pad_token_tensor"),
-    *("_optimize_model_for_decode",),
+    *("_optimize_model_for_decode", "_debug_get_cache_entry_list"),
     *("_forward_hooks", "_op_dispatcher", "_custom_op_handlers", "_schema", "_codegen", "_active_collector"),
     # documented in spite of their names
     *("torch._check", "torch._inductor.compile", "torch._inductor.list_mode_options", "torch._inductor.list_options"),

@@ -142,10 +142,10 @@ def test_each_call_captures_its_graph_if_dynamo_has_moved(
 ) -> None:
     model, out = Model(), torch.zeros(())
     runner, graphs = runner_of(model, out), Graphs(monkeypatch, out)
-    monkeypatch.delattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list")
+    monkeypatch.delattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list")
     caplog.set_level(logging.WARNING, "tatten")
     for n in range(3):
         model.numbers.factor = float(n)
         assert call(runner, model, out) == 3.0 * n
         assert graphs.captures == n + 1
-    assert "torch._C._dynamo.eval_frame is not as in the versions" in caplog.text
+    assert "torch._dynamo.eval_frame is not as in the versions" in caplog.text

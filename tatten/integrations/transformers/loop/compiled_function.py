@@ -47,9 +47,10 @@ class CompiledFunction:
         names = self._code.co_varnames[: self._code.co_argcount]
         arguments = dict(zip(names, args, strict=True))
         try:
-            entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(self._code)
-            for entry in entries:
+            from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+            for entry in _debug_get_cache_entry_list(self._code):
                 if entry.guard_manager.check(arguments):
                     yield entry.code
         except Exception as error:  # of any kind: it's private API
-            moved("torch._C._dynamo.eval_frame", error, "each call of `generate` captures its CUDA graph anew")
+            moved("torch._dynamo.eval_frame", error, "each call of `generate` captures its CUDA graph anew")
