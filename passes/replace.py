@@ -73,7 +73,7 @@ def _log_sum(call: SdpaCall, state: Node, node: Node) -> Node:
 def erase_unused_of(nodes: Iterable[Node]) -> None:
     """Erase those of `nodes` that have no users besides erased nodes.
 
-    `graph.eliminate_dead_code()` does not serve here: it would delete the writes to the cache from a Dynamo graph.
+    `graph.eliminate_dead_code()` would also delete the writes to the cache from a Dynamo graph.
     """
     for node in sorted(nodes, reverse=True):
         if not node.users:

@@ -34,9 +34,8 @@ def share_of_program(ends, unit, room, programs, blocks, kv_heads, SHARED: gl.co
         blocks: their list.
     """
     total = gl.load(ends + (room - 1)).to(gl.int32) * unit
-    active = gl.maximum(gl.minimum(programs, total), 1)
-    if SHARED:
-        active = gl.maximum(programs_over_runs(programs, total), 1)
+    active = programs_over_runs(programs, total) if SHARED else gl.minimum(programs, total)
+    active = gl.maximum(active, 1)
     program = gl.program_id(0).to(gl.int64)
     begin = gl.minimum(total * program // active, total).to(gl.int32)
     end = gl.minimum(total * (program + 1) // active, total).to(gl.int32)

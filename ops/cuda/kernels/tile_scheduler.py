@@ -142,8 +142,8 @@ def programs_over_runs(programs, tiles):
     A program of this launch fills an SM, and programs of own parts then wait for it. If there are few tiles, few
     programs of several tiles each leave SMs to own parts, and leave fewer partial states. On an H100, 64 tiles beside
     1024 of own parts take 45.7 us with 24 programs and 56.5 us with 120; 256 tiles take 18.8 us with 48 and 20.6 with
-    120; 512 tiles take 32.0 us with 64 and 37.7 with 120. The square root is that of a launch whose length is its tiles
-    divided by its programs, and that costs each program a start.
+    120; 512 tiles take 32.0 us with 64 and 37.7 with 120. The square root minimises `tiles / programs + c * programs`:
+    the length of the launch, and the cost of starting its programs.
     """
     root = tl.sqrt_rn(tl.minimum(tiles, 1 << 16).to(tl.float32)).to(tl.int32)
     few = programs * (4 + root) // 45 // 8 * 8  # a multiple of 8 suits the usual numbers of kv heads

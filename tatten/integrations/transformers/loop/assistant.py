@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel
 
 from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.call import GenerateCall
-from tatten.integrations.transformers.loop.compiled_function import CompiledFunction
+from tatten.integrations.transformers.loop.compiled_function import Calls, CompiledFunction
 from tatten.integrations.transformers.loop.generate_call import prefill
 from tatten.integrations.transformers.loop.step import StepState
 
@@ -43,7 +43,7 @@ class Assistant:
         self.cache.reset()
         prefill(call.draft, call.ids, call.config, {CACHE: self.cache, "use_cache": True})
 
-    def calls(self, state: StepState, inputs: dict[str, Any]) -> list[tuple[CompiledFunction, tuple[Any, ...]]]:
+    def calls(self, state: StepState, inputs: dict[str, Any]) -> Calls:
         """Return the calls that choose the tokens with which the draft model continues the text greedily."""
         functions = [self.first] + [self.following] * (len(self.drafts) - 1)
         return [(function, (self.model(), self.cache, state, self.drafts, inputs)) for function in functions]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tatten.integrations.transformers.loop.compiled_function import CompiledFunction
+from tatten.integrations.transformers.loop.compiled_function import Calls
 from tatten.integrations.transformers.loop.fingerprint import leaves, numbers_of
 
 
@@ -22,7 +22,6 @@ class NotCompiledError(NoStepError):
 
 
 WARM_UP = 2  # steps that compile, tune and allocate workspaces before the capture
-Calls = list[tuple[CompiledFunction, tuple[Any, ...]]]
 
 
 class Runner:
@@ -35,7 +34,7 @@ class Runner:
 
     Args:
         calls: a function of the model and the arguments of its forward, which returns the calls that compute a step.
-        prepare: runs before the calls of each step.
+        before_step: runs before the calls of each step, in eager mode.
         caches: returns the caches that the step writes.
         not_captured: the reason why the step must not be captured, or None.
         draft: returns the draft model that the step also runs, or None.
@@ -44,12 +43,12 @@ class Runner:
     def __init__(
         self,
         calls: Callable[[nn.Module, dict[str, Any]], Calls],
-        prepare: Callable[[], None],
+        before_step: Callable[[], None],
         caches: Callable[[], object],
         not_captured: str | None,
         draft: Callable[[], nn.Module | None] = lambda: None,
     ):
-        self._calls, self._prepare, self._caches, self._draft = calls, prepare, caches, draft
+        self._calls, self._before_step, self._caches, self._draft = calls, before_step, caches, draft
         self.not_captured = not_captured
         self._steps = 0
         self._may_compile = True
@@ -87,7 +86,7 @@ class Runner:
         graph.replay()
 
     def _step(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        self._prepare()
+        self._before_step()
         for function, args in self._calls(model, inputs):
             function(*args)
 

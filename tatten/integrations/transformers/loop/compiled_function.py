@@ -1,9 +1,9 @@
-"""Functions compiled as one graph, which can tell whether a CUDA graph of their last call would serve another call."""
+"""Functions compiled as one graph, which can tell whether a CUDA graph of them would serve another call."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class CompiledFunction:
         self._compiled(*args)
 
     def note_captured(self, args: tuple[Any, ...]) -> None:
-        """Remember the code that Dynamo has compiled for a call, of which a CUDA graph is made."""
+        """Remember the code that Dynamo runs for a call, which a CUDA graph has captured."""
         self._captured = next(self._accepting(args), None)
 
     def still_captured(self, args: tuple[Any, ...]) -> bool:
@@ -42,8 +42,8 @@ class CompiledFunction:
         """
         return self._captured is not None and any(code is self._captured for code in self._accepting(args))
 
-    def _accepting(self, args: tuple[Any, ...]) -> Any:
-        """Yield the compiled code objects whose guards accept a call, the one that runs first."""
+    def _accepting(self, args: tuple[Any, ...]) -> Iterator[object]:
+        """Yield each compiled code object whose guards accept a call. Dynamo runs the first of them."""
         names = self._code.co_varnames[: self._code.co_argcount]
         arguments = dict(zip(names, args, strict=True))
         try:
@@ -54,3 +54,6 @@ class CompiledFunction:
                     yield entry.code
         except Exception as error:  # of any kind: it's private API
             moved("torch._dynamo.eval_frame", error, "each call of `generate` captures its CUDA graph anew")
+
+
+Calls = list[tuple[CompiledFunction, tuple[Any, ...]]]  # functions, each with its arguments

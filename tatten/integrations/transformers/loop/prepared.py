@@ -16,8 +16,8 @@ from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.assistant import Assistant, first_draft, next_draft
 from tatten.integrations.transformers.loop.cache import capacity_for, decoder_layers, empty, static_cache
 from tatten.integrations.transformers.loop.call import GenerateCall, initial_state
-from tatten.integrations.transformers.loop.capture import Calls, Runner
-from tatten.integrations.transformers.loop.compiled_function import CompiledFunction
+from tatten.integrations.transformers.loop.capture import Runner
+from tatten.integrations.transformers.loop.compiled_function import Calls, CompiledFunction
 from tatten.integrations.transformers.loop.compiling import compile_arguments, uses_cudagraph_trees
 from tatten.integrations.transformers.loop.fingerprint import leaves, state_of
 from tatten.integrations.transformers.loop.generate_call import is_users_cache
@@ -107,7 +107,7 @@ def prepare(
 
     def draw_noise() -> None:
         if state.noise is not None:
-            state.noise.exponential_(1)  # in eager mode, which draws the numbers of `torch.multinomial`
+            state.noise.exponential_(1)  # eager mode draws the numbers of `torch.multinomial`
 
     def calls(model: nn.Module, inputs: dict[str, Any]) -> Calls:
         if assistant is not None:
@@ -118,7 +118,7 @@ def prepare(
 
     runner = Runner(
         calls,
-        prepare=draw_noise,
+        before_step=draw_noise,
         caches=lambda: (cache_of(), None if assistant is None else assistant.cache),
         not_captured=_not_captured(call, compiling, inputs),
         draft=lambda: None if assistant is None else assistant.model(),

@@ -90,7 +90,8 @@ def decode_step(
     # As `torch.multinomial` of one sample divides by exponential noise, the same seed gives the same tokens.
     token = scores.argmax(-1) if state.noise is None else (scores.softmax(-1) / state.noise).argmax(-1)
     needed, failed = ~state.ended.all(), state.report[2]
-    if state.noise is not None:  # otherwise probabilities are NaN, for which `torch.multinomial` raises an error
+    if state.noise is not None:
+        # If the maximum is not finite, all probabilities are NaN, and `torch.multinomial` raises an error.
         failed = failed | (needed & ~scores.amax(-1).isfinite().all())
     if state.eos is not None:
         assert state.pad is not None
