@@ -114,8 +114,8 @@ def resized_tiles(
     """
     small = Tiles(16, 32, 4, 3, 4, registers=128)
     if page > 0 and dims == {128} and tiles == Tiles(16, 64, 4, 3, 2):
-        if page == 16 and tiles_each <= 4:
-            return Tiles(16, 32, 4, 4, 2)  # 4 x 2048: 21.8, 19.8
+        if tiles_each <= 4 and (16 <= page <= 32 or (page > 32 and combine_fits)):
+            return Tiles(16, 32, 4, 4, 2)  # 4 x 2048, page 16: 21.8, 19.8; 4 of 256 to 2048, page 64: 13.4, 11.5
         if page <= 16 and work_tiles_per_sm > (2.9 if page == 16 else 1.9):
             return small  # 64 x 2048, page 16: 193.7, 188.7; page 1: 203.7, 192.2
         if page < 16 and tiles_each >= 8:

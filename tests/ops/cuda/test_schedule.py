@@ -272,7 +272,10 @@ VARIANTS: list[dict[str, Any]] = [
         (1, 8192, 16, 128, OF_128, FEW_TILES),
         (1, 8512, 16, 128, OF_128, OF_128),
         (1, 1024, 64, 128, OF_128, OF_128),
-        (1, 8192, 32, 128, OF_128, OF_128),
+        (1, 8192, 32, 128, OF_128, FEW_TILES),
+        (1, 8192, 8, 128, OF_128, OF_128),
+        (4, 2048, 64, 128, OF_128, FEW_TILES),
+        (9, 512, 64, 128, OF_128, OF_128),  # states for more programs of the combine than fit beside
         (1, 4096, 1, 128, OF_128, OF_128),
         (32, 4096, 16, 128, OF_128, OF_128),
         (48, 4096, 16, 128, OF_128, MANY_TILES),
