@@ -37,6 +37,8 @@ class TileSpace:
             that read the same keys then do so at about the same time, so that the L2 can serve them.
         chunk: the tiles of the smallest chunk, if work tiles are cut by their own length alone; else 0. A chunk as long
             as the longest work tile leaves all of them whole.
+        margin: the most tiles by which a work tile counts as longer at each end, see
+            `tatten.ops.cuda.kernels.tile_scheduler`.
     """
 
     groups: int
@@ -55,11 +57,12 @@ class TileSpace:
     max_and_sum: bool = False
     q_blocks_first: bool = False
     chunk: int = 0
+    margin: int = 0
 
     @property
-    def constants(self) -> tuple[int, int, int, int, bool]:
-        """The constants that kernels are compiled for: BLOCK_M, BLOCK_N, GROUPS, CHUNK and MAX_AND_SUM."""
-        return self.block_m, self.block_n, power_of_2(self.groups), self.chunk, self.max_and_sum
+    def constants(self) -> tuple[int, int, int, int, bool, int]:
+        """The constants that kernels are compiled for: BLOCK_M, BLOCK_N, GROUPS, CHUNK, MAX_AND_SUM and MARGIN."""
+        return self.block_m, self.block_n, power_of_2(self.groups), self.chunk, self.max_and_sum, self.margin
 
     @property
     def split(self) -> bool:
@@ -91,7 +94,7 @@ class TileSpace:
     def int64_tiles(self, batch: int) -> bool:
         """Return True if the number of tiles of `batch` sequences, times programs, needs 64 bits."""
         groups = batch if self.row_groups else self.groups
-        total_tiles = groups * self.work_tiles * max(1, ceil_div(self.kv_len, self.block_n))
+        total_tiles = groups * self.work_tiles * (max(1, ceil_div(self.kv_len, self.block_n)) + 2 * self.margin)
         return total_tiles * self.programs >= 1 << 31
 
     def most_partials(self, batch: int, wide: bool) -> int:

@@ -4,6 +4,7 @@ A *work tile* is the block of output states of one kv_row (a row of K and V), on
 queries. Its keys come in *tiles* of `block_n`. The *tile space* numbers the tiles of all work tiles consecutively. Each
 program takes an equal, contiguous range of it, across the borders of work tiles. A program that computes a whole work
 tile writes its output. Programs that compute parts of a work tile leave a partial state each, and these are combined.
+With margins, each work tile counts as some tiles longer at each end.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ class Schedule:
         tiles: the number of tiles of each work tile, at least 1, in the order of the tile space.
         programs: the number of programs launched.
         min_tiles: the least number of tiles of a program; fewer programs take part if there are too few tiles.
+        most_margin: the most tiles by which a work tile counts as longer at each end, at most half a program's tiles.
     """
 
     tiles: tuple[int, ...]
     programs: int
     min_tiles: int = 1
+    most_margin: int = 0
 
     def __post_init__(self) -> None:
         least = {"tiles": min(self.tiles, default=0), "programs": self.programs, "min_tiles": self.min_tiles}
@@ -61,9 +64,14 @@ class Schedule:
         tiles = (max(1, ceil_div(length, block_n)) for length in lengths)
         return cls(tuple(n for n in tiles for _ in range(work_tiles)), programs, min_tiles)
 
+    @cached_property
+    def margin(self) -> int:
+        """The tiles by which each work tile counts as longer at each end: none if work tiles have equal lengths."""
+        return min(self.most_margin, sum(self.tiles) // (2 * self.programs)) if len(set(self.tiles)) > 1 else 0
+
     @property
     def total_tiles(self) -> int:
-        """The size of the tile space."""
+        """The size of the tile space, with margins."""
         return self._ends[-1]
 
     @property
@@ -84,8 +92,9 @@ class Schedule:
         return range(total * program // active, total * (program + 1) // active)
 
     def tiles_of_work_tile(self, work_tile: int) -> range:
-        """The range of the tile space that makes up `work_tile`."""
-        return range(self._ends[work_tile] - self.tiles[work_tile], self._ends[work_tile])
+        """The range of the tile space that makes up `work_tile`, without its margins."""
+        stop = self._ends[work_tile] - self.margin
+        return range(stop - self.tiles[work_tile], stop)
 
     def program_of(self, tile: int) -> int:
         """The program that computes `tile` of the tile space: the inverse of `tiles_of_program`."""
@@ -108,15 +117,16 @@ class Schedule:
         while tile < mine.stop:
             work_tile = bisect_right(self._ends, tile)
             tiles = self.tiles_of_work_tile(work_tile)
-            stop = min(mine.stop, tiles.stop)
-            slot = None if range(tile, stop) == tiles else 2 * program + (tiles.start > mine.start)
-            visits.append(Visit(work_tile, tile - tiles.start, stop - tiles.start, slot))
-            tile = stop
+            start, stop = max(tile, tiles.start), min(mine.stop, tiles.stop)
+            slot = None if range(start, stop) == tiles else 2 * program + (tiles.start > mine.start)
+            if start < stop:
+                visits.append(Visit(work_tile, start - tiles.start, stop - tiles.start, slot))
+            tile = self._ends[work_tile]
         return visits
 
     @cached_property
     def _ends(self) -> list[int]:
-        return list(accumulate(self.tiles))
+        return list(accumulate(n + 2 * self.margin for n in self.tiles))
 
 
 def flash_attention_2(lengths: Sequence[int], block_n: int, work_tiles: int) -> Schedule:

@@ -143,6 +143,7 @@ def _decode_kernel(
     GROUPS: tl.constexpr = SPACE[2]
     CHUNK: tl.constexpr = SPACE[3]
     MAX_AND_SUM: tl.constexpr = SPACE[4]
+    MARGIN: tl.constexpr = SPACE[5]
     KEY_SCALE: tl.constexpr = SCALES[0]
     VALUE_SCALE: tl.constexpr = SCALES[1]
     MASK: tl.constexpr = 0 if mask is None else 1 if mask.dtype.element_ty == tl.uint8 else 2
@@ -167,7 +168,7 @@ def _decode_kernel(
         if not WAIT_LAST:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    tiles, ends, work_tiles = tile_space(
+    tiles, ends, work_tiles, margin = tile_space(
         kv_lens,
         block_list,
         row_groups,
@@ -177,6 +178,7 @@ def _decode_kernel(
         kv_len,
         window,
         q_len,
+        programs,
         batch,
         SPACE,
         WINDOW,
@@ -204,9 +206,9 @@ def _decode_kernel(
     while tile < program_end:
         group = tl.sum((ends <= tile).to(tl.int32), axis=0)
         n_tiles = tl.sum(tl.where(groups == group, tiles, 0), axis=0)
-        shares = chunks_of(tiles, CHUNK)  # the unit of the tile space: chunks, or tiles
+        shares = chunks_of(tiles, CHUNK) + 2 * margin  # the unit of the tile space: chunks, or tiles
         tile_in_group = tile - tl.sum(tl.where(groups < group, shares * work_tiles, 0), axis=0)
-        n_shares = chunks_of(n_tiles, CHUNK)
+        n_shares = chunks_of(n_tiles, CHUNK) + 2 * margin
         work_tile = tile_in_group // n_shares
         first = tile_in_group - work_tile * n_shares
         work_tile += group * work_tiles
@@ -215,7 +217,12 @@ def _decode_kernel(
             first *= chunk
             stop = tl.minimum(n_tiles, first + chunk)
         else:
+            if MARGIN:
+                tile += tl.maximum(margin - first, 0)
+                first = tl.maximum(first - margin, 0)
             stop = tl.minimum(n_tiles, first + program_end - tile)
+            if MARGIN:
+                stop = tl.maximum(stop, first)
 
         kv_row = (work_tile // (kv_heads * q_blocks)).to(tl.int64)
         kv_head = (work_tile // q_blocks % kv_heads).to(tl.int64)
@@ -470,6 +477,8 @@ def _decode_kernel(
         if VALUE_SCALE == 1:  # an empty state stays 0 even if the scale is infinite
             acc = tl.where(row_sum[:, None] != 0, acc * tl.load(value_scale + kv_head).to(tl.float32), acc)
 
+        if MARGIN:
+            q_ok = tl.where(stop > first, q_ok, False)  # a visit may meet nothing but a margin
         value_ok = q_ok[:, None] & (value_dims < VALUE_DIM)[None, :]
         work_tile_start = tile - first
         state = (entry * (kv_heads * heads_per_kv) + head) * q_len + position
@@ -488,6 +497,8 @@ def _decode_kernel(
             tl.store(partial_out + slot[:, None] * VALUE_DIM + value_dims[None, :], acc, mask=value_ok)
         if CHUNK:
             tile += 1
+        elif MARGIN:
+            tile += n_tiles + margin - first
         else:
             tile += stop - first
     if PDL and WAIT_LAST:

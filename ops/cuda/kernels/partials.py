@@ -43,7 +43,7 @@ def find_partials(
     _, _, _, _, kv_lens, block_list, row_groups, shared = partials
     if row_groups is not None:
         sequence = tl.load(row_groups + 3 * (batch + 1) + sequence)  # its place
-    tiles, ends, work_tiles = tile_space(
+    tiles, ends, work_tiles, margin = tile_space(
         kv_lens,
         block_list,
         row_groups,
@@ -53,6 +53,7 @@ def find_partials(
         kv_len,
         window,
         q_len,
+        programs,
         batch,
         SPACE,
         WINDOW,
@@ -79,7 +80,7 @@ def find_partials(
         if Q_BLOCKS_FIRST:  # one block of queries after the other, each for all groups; a kv_row has one kv head
             start = q_row // BLOCK_M * (total_tiles // q_blocks) + group_end // q_blocks - n_tiles
         else:
-            start = group_end - (work_tiles - work_tile % work_tiles) * n_tiles
+            start = group_end - (work_tiles - work_tile % work_tiles) * (n_tiles + 2 * margin) + margin
     if CHUNK:  # each chunk has its own slot
         slot = start * BLOCK_M + q_row % BLOCK_M
         return slot, slot, n_tiles + 0 * start

@@ -6,7 +6,11 @@ contiguous range of it. `tests/support/stream_k_schedule.py` has the same arithm
 
 With chunks, the tile space numbers chunks of tiles instead. Their places depend on their work tile alone.
 
-`SPACE` has the constants of a tile space: BLOCK_M, BLOCK_N, GROUPS, CHUNK and MAX_AND_SUM, in the order of
+With margins, each work tile counts as some tiles longer at each end. A program that reaches another work tile has to
+store a state, load queries and fill its pipeline. Programs with many short work tiles would end last otherwise. A cut
+within a margin falls between work tiles. Work tiles of equal length have no margins, as each may be cut evenly.
+
+`SPACE` has the constants of a tile space: BLOCK_M, BLOCK_N, GROUPS, CHUNK, MAX_AND_SUM and MARGIN, in the order of
 `tatten.ops.cuda.tile_space.TileSpace.constants`. Its members have no names, because Inductor can't write named ones.
 """
 
@@ -36,6 +40,7 @@ def tile_space(
     kv_len,
     window,
     q_len,
+    programs,
     batch,
     SPACE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -45,12 +50,13 @@ def tile_space(
     """Count the tiles of a work tile of each group, and find where the group ends in the tile space.
 
     A group has one length: it is a kv_row, or all of them together. It has `work_tiles` work tiles. Their number is
-    returned, too: with row groups, which take the place of kv_rows, only the device knows it. With chunks the ends
-    count chunks.
+    returned, too: with row groups, which take the place of kv_rows, only the device knows it. The last result is the
+    margin. With chunks the ends count chunks.
     """
     BLOCK_N: tl.constexpr = SPACE[1]
     GROUPS: tl.constexpr = SPACE[2]
     CHUNK: tl.constexpr = SPACE[3]
+    MARGIN: tl.constexpr = SPACE[5]
     groups = tl.arange(0, GROUPS)
     if row_groups is not None:
         n_row_groups = tl.load(row_groups + batch)
@@ -77,8 +83,14 @@ def tile_space(
         tiles = (lens + BLOCK_N - 1) // BLOCK_N
         if WINDOW:
             tiles -= tl.maximum(lens - q_len - window + 1, 0) // BLOCK_N
-    tiles = tl.where(groups < n_groups, tl.maximum(tiles, 1), 0)  # the output of an empty kv_row is written too
-    return tiles, tl.cumsum(chunks_of(tiles, CHUNK) * work_tiles, axis=0), work_tiles
+    exists = groups < n_groups
+    tiles = tl.where(exists, tl.maximum(tiles, 1), 0)  # the output of an empty kv_row is written too
+    ends, margin = tl.cumsum(chunks_of(tiles, CHUNK) * work_tiles, axis=0), 0
+    if MARGIN:
+        equal = tl.min(tl.where(exists, tiles, 1 << 30), axis=0) == tl.max(tiles, axis=0)
+        margin = tl.where(equal, 0, tl.minimum(tl.max(ends, axis=0) // (2 * programs), MARGIN))
+        ends += 2 * margin * work_tiles * tl.minimum(groups + 1, n_groups)
+    return tiles, ends, work_tiles, margin
 
 
 @triton.jit

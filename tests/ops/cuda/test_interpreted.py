@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -333,6 +334,19 @@ def test_blocks_found_before_give_the_same(mask: str) -> None:
     assert_equal(lean(inputs, programs=3, block_mask=blocks), lean(inputs, programs=3))
 
 
+@pytest.mark.parametrize("seed", slow_after(2, range(8)))
+def test_cuts_anywhere_in_ragged_work_tiles_and_margins(seed: int) -> None:
+    from tatten.ops.cuda.decode import Tiles
+
+    rng = random.Random(seed)
+    variant = {"window": rng.choice((None, 70)), "sinks": rng.random() < 0.5, "mask": rng.choice(("none", "causal"))}
+    case = Case(batch=6, kv_len=230, head_dim=16, q_len=2, dtype=torch.bfloat16, lens=True, **variant)
+    inputs = case.inputs(poison=False)
+    inputs["kv_lens"] = torch.tensor([rng.choice((0, 1, 40, 230, rng.randint(2, 229))) for _ in range(6)])
+    for programs in (1, 2, 3, 7, 11, 19, 40):
+        assert_state(*lean(inputs, tiles=Tiles(16, 16, 4, 2), programs=programs), inputs)
+
+
 @pytest.mark.parametrize("programs", slow_but([7], [4, 7, 40]))
 @pytest.mark.parametrize(
     "kind, q_heads",
@@ -345,8 +359,9 @@ def test_the_schedule_is_that_of_python(kind: str, q_heads: int, programs: int) 
     from tatten.ops.cuda.decode import Tiles, plan_segment
 
     batch, kv_heads, q_len, kv_len, dim = 3, 2, 2, 230, 16
-    query = torch.randn(batch, q_heads, q_len, dim)
-    key, value = torch.randn(2, batch, kv_heads, kv_len, dim)
+    dtype = torch.bfloat16 if q_heads == 4 else torch.float32  # in 16 bits, work tiles have margins
+    query = torch.randn(batch, q_heads, q_len, dim, dtype=dtype)
+    key, value = torch.randn(2, batch, kv_heads, kv_len, dim, dtype=dtype)
     lens = {"ragged": torch.tensor([230, 0, 70]), "empty": torch.zeros(batch, dtype=torch.int64)}.get(kind)
     window = 50 if kind == "window" else None
     mask = None
@@ -356,6 +371,7 @@ def test_the_schedule_is_that_of_python(kind: str, q_heads: int, programs: int) 
     call = decode_call(query, key, value, mask, lens, window=window)
     segment = plan_segment(call, call.segments[0], tiles=Tiles(16, 32, 4, 2), programs=programs)
     parts, space = segment(call, call.segments[0]), segment.tile_space
+    assert (space.margin > 0) == (kind in ("ragged", "empty", "mask") and q_heads == 4)
     block_n, block_m = space.block_n, space.block_m
 
     blocks_of = []  # of each sequence
@@ -365,7 +381,8 @@ def test_the_schedule_is_that_of_python(kind: str, q_heads: int, programs: int) 
     if mask is not None:
         blocks_of = [[0, 3], [0, 1, 2, 3], []]
     rows = [(b, h, m) for b in range(batch) for h in range(kv_heads) for m in range(space.q_blocks)]
-    schedule = Schedule(tuple(max(1, len(blocks_of[b])) for b, _, _ in rows), programs)
+    tiles = tuple(max(1, len(blocks_of[b])) for b, _, _ in rows)
+    schedule = Schedule(tiles, programs, most_margin=space.margin)
     visits = [visit for program in range(programs) for visit in schedule.visits(program)]
     slots = sorted(visit.slot for visit in visits if visit.slot is not None)
     assert (~parts.partial_lse[:, 0].isnan()).nonzero().flatten().tolist() == slots
@@ -374,7 +391,7 @@ def test_the_schedule_is_that_of_python(kind: str, q_heads: int, programs: int) 
     reach = places_in_reach(lens, batch, q_len, kv_len, window)
     reach = reach if mask is None else reach & mask
     reach = pack_gqa(reach.expand(batch, q_heads, q_len, kv_len), kv_heads)
-    scores = (pack_gqa(query, kv_heads) @ key.mT * dim**-0.5).masked_fill(~reach, NEG_INF)
+    scores = (pack_gqa(query.float(), kv_heads) @ key.float().mT * dim**-0.5).masked_fill(~reach, NEG_INF)
     whole = pack_gqa(parts.lse[..., None], kv_heads).squeeze(-1)
     wrote = torch.zeros_like(whole, dtype=torch.bool)
     for visit in visits:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cuda import decode_grid
 from tatten.ops.cuda.gpu_rates import GpuRates
 from tatten.ops.cuda.heuristics import Tiles, combining_pays, latent_programs_for
+from tatten.ops.cuda.mask_plan import MaskPlan
 from tatten.ops.cuda.recording import Recorder, recorder
 from tatten.ops.cuda.tile_space import TileSpace
 
@@ -29,12 +30,12 @@ def small() -> list[Schedule]:
         return [(n, *rest) for n in range(1, total + 1) for rest in layouts(total - n)] if total else [()]
 
     spaces = [tiles for total in range(1, 8) for tiles in layouts(total)]
-    return [Schedule(*case) for case in product(spaces, range(1, 10), range(1, 4))]
+    return [Schedule(*case) for case in product(spaces, range(1, 10), range(1, 4), (0, 2))]
 
 
 def ragged() -> list[Schedule]:
     choose = random.Random(0)
-    return [
+    schedules = [
         Schedule.of_lengths(
             [int(2 ** choose.uniform(0, 17)) for _ in range(choose.randint(1, 40))],
             block_n=choose.choice((64, 128)),
@@ -44,6 +45,7 @@ def ragged() -> list[Schedule]:
         )
         for _ in range(60)
     ]
+    return [replace(s, most_margin=choose.choice((0, 1, 4))) for s in schedules]
 
 
 @pytest.fixture(scope="module")
@@ -63,22 +65,45 @@ def test_every_tile_is_done_once(schedules: list[Schedule]) -> None:
 
 
 def test_visits_follow_the_tile_space(schedules: list[Schedule]) -> None:
+    """A program visits the work tiles of its range in order, and leaves out only margins."""
     for s in schedules:
+        work_tiles = [s.tiles_of_work_tile(work_tile) for work_tile in range(len(s.tiles))]
+        of_work_tiles = set(chain.from_iterable(work_tiles))
+        assert len(of_work_tiles) == sum(s.tiles) == s.total_tiles - 2 * s.margin * len(s.tiles)
         for program in range(s.programs):
             visits = s.visits(program)
-            starts = [s.tiles_of_work_tile(v.work_tile).start for v in visits]
-            covered = [(start + v.start, start + v.stop) for start, v in zip(starts, visits, strict=True)]
-            assert all(stop == start for (_, stop), (start, _) in pairwise(covered)), s
-            mine = s.tiles_of_program(program)
-            assert range(covered[0][0], covered[-1][1]) == mine if visits else not mine, s
+            covered = [tile for v in visits for tile in work_tiles[v.work_tile][v.start : v.stop]]
+            assert covered == [tile for tile in s.tiles_of_program(program) if tile in of_work_tiles], s
+            assert all(v.start < v.stop for v in visits)
 
 
 def test_work_is_equal_to_within_a_tile(schedules: list[Schedule]) -> None:
     for s in schedules:
         work = [len(tiles) for tiles in map(s.tiles_of_program, range(s.programs))]
-        assert sum(work) == s.total_tiles == sum(s.tiles)
+        assert sum(work) == s.total_tiles
         assert max(work[: s.active_programs]) - min(work[: s.active_programs]) <= 1, s
         assert not any(work[s.active_programs :]), s
+
+
+def test_margins_take_tiles_from_programs_with_many_work_tiles() -> None:
+    lengths = (2, 2, 2, 2, 12)
+    without, with_margins = Schedule(lengths, 2), Schedule(lengths, 2, most_margin=1)
+    assert without.visits(0)[-1] == Visit(4, 0, 2, 1)
+    assert with_margins.total_tiles == 20 + 2 * 5
+    assert with_margins.visits(0) == [Visit(work_tile, 0, 2, None) for work_tile in range(4)]
+    assert with_margins.visits(1) == [Visit(4, 0, 12, None)]
+
+
+def test_margins_are_at_most_half_of_the_tiles_of_a_program() -> None:
+    assert [Schedule((2, 18), programs, most_margin=4).margin for programs in (1, 2, 3, 5, 10, 11)] == [
+        4,
+        4,
+        3,
+        2,
+        1,
+        0,
+    ]
+    assert Schedule((20, 20), programs=2, most_margin=4).margin == 0  # equal lengths are cut evenly without
 
 
 def test_only_as_many_programs_as_have_work_take_part(schedules: list[Schedule]) -> None:
@@ -219,6 +244,25 @@ def test_where_combining_pays_on_an_h200(sequences: int, kv_heads: int, keys: in
     h200 = GpuRates()
     tiles, tile_us = keys // 64, 264 * 64 * 256 * 2 / h200.read_bytes_per_us
     assert combining_pays(sequences * kv_heads, tiles, tile_us, 264, h200) == pays
+
+
+@pytest.mark.parametrize("block_n, margin", [(32, 4), (64, 2), (128, 1), (256, 1)])
+def test_sequences_with_lengths_of_their_own_have_margins(block_n: int, margin: int) -> None:
+    """Other launches have equal work tiles, cuts that no other sequence moves, or no registers left."""
+
+    def most_margin(groups: int = 4, block_m: int = 16, dim: int = 128, **variant: Any) -> int:
+        dtype = variant.pop("dtype", torch.bfloat16)
+        query = torch.empty(4, 8, 1, dim, dtype=dtype, device="meta")
+        key = torch.empty(4, 8, 4096, dim, dtype=variant.pop("stored_dtype", dtype), device="meta")
+        stored = KeyValue(key, key, kv_lens=torch.empty(4, dtype=torch.int32, device="meta"))
+        call = AttentionCall("decode_attention", query, (stored,), **variant)
+        tiles, mask = Tiles(block_m, block_n, 4, 2), MaskPlan(groups, False)
+        return decode_grid.plan_tile_space(call, stored, mask, tiles, decode_grid.Place(), 264).margin
+
+    assert most_margin() == most_margin(dtype=torch.float16) == margin
+    assert most_margin(groups=1) == most_margin(batch_invariant=True) == 0
+    assert most_margin(block_m=32) == most_margin(dim=192) == 0
+    assert most_margin(dtype=torch.float32) == most_margin(stored_dtype=torch.int8) == 0
 
 
 WIDE_TILES, SHORT_TILES = Tiles(16, 128, 4, 2, 2), Tiles(16, 64, 4, 3)
