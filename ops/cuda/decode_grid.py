@@ -212,17 +212,16 @@ def plan_tile_space(
         row_groups=most_kv_rows if has_row_groups else 0,
         max_and_sum=place.max_and_sum or mask.kind == ADDITIVE_MASK,
         chunk=chunk,
-        margin=0
-        if has_row_groups or stored.shared_pages is not None or chunk
-        else _most_margin(call, stored, mask, tiles.block_m, block_n),
+        margin=0 if chunk else _most_margin(call, stored, mask, tiles.block_m, block_n),
     )
 
 
 def _most_margin(call: AttentionCall, stored: KeyValue, mask: MaskPlan, block_m: int, block_n: int) -> int:
-    """Return the most tiles of a margin: none if all sequences have one length.
+    """Return the most tiles of a margin: none if all sequences have one length, or share keys in row groups.
 
     Other tiles and dtypes have none either, because ptxas would spill registers (Triton 3.6 or 3.9).
     """
+    ragged = mask.groups > 1 and stored.row_groups is None and stored.shared_pages is None
     in_16_bits = call.query.element_size() == stored.key.element_size() == 2
     fits = block_m == 16 and in_16_bits and call.query.shape[3] <= 128
-    return max(1, MARGIN_KEYS // block_n) if mask.groups > 1 and fits else 0
+    return max(1, MARGIN_KEYS // block_n) if ragged and fits else 0

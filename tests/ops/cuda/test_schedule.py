@@ -254,13 +254,15 @@ def test_sequences_with_lengths_of_their_own_have_margins(block_n: int, margin: 
         dtype = variant.pop("dtype", torch.bfloat16)
         query = torch.empty(4, 8, 1, dim, dtype=dtype, device="meta")
         key = torch.empty(4, 8, 4096, dim, dtype=variant.pop("stored_dtype", dtype), device="meta")
-        stored = KeyValue(key, key, kv_lens=torch.empty(4, dtype=torch.int32, device="meta"))
+        shared = torch.empty(0, device="meta") if variant.pop("shared", False) else None
+        lens = torch.empty(4, dtype=torch.int32, device="meta")
+        stored = KeyValue(key, key, kv_lens=lens, shared_pages=shared)
         call = AttentionCall("decode_attention", query, (stored,), **variant)
         tiles, mask = Tiles(block_m, block_n, 4, 2), MaskPlan(groups, False)
         return decode_grid.plan_tile_space(call, stored, mask, tiles, decode_grid.Place(), 264).margin
 
     assert most_margin() == most_margin(dtype=torch.float16) == margin
-    assert most_margin(groups=1) == most_margin(batch_invariant=True) == 0
+    assert most_margin(groups=1) == most_margin(batch_invariant=True) == most_margin(shared=True) == 0
     assert most_margin(block_m=32) == most_margin(dim=192) == 0
     assert most_margin(dtype=torch.float32) == most_margin(stored_dtype=torch.int8) == 0
 
