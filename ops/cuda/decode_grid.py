@@ -219,9 +219,9 @@ def plan_tile_space(
 def _most_margin(call: AttentionCall, stored: KeyValue, mask: MaskPlan, block_m: int, block_n: int) -> int:
     """Return the most tiles of a margin: none if all sequences have one length, or share keys in row groups.
 
-    Other tiles and dtypes have none either, because ptxas would spill registers (Triton 3.6 or 3.9).
+    Other tiles, dtypes and widths have none either, because ptxas would spill registers (Triton 3.6 or 3.9).
     """
     ragged = mask.groups > 1 and stored.row_groups is None and stored.shared_pages is None
     in_16_bits = call.query.element_size() == stored.key.element_size() == 2
-    fits = block_m == 16 and in_16_bits and call.query.shape[3] <= 128
-    return max(1, MARGIN_KEYS // block_n) if ragged and fits else 0
+    fits = block_m == 16 and in_16_bits and max(call.query.shape[3], stored.value.shape[3]) <= 128
+    return MARGIN_KEYS // block_n if ragged and fits else 0

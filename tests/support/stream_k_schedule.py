@@ -39,7 +39,7 @@ class Schedule:
         tiles: the number of tiles of each work tile, at least 1, in the order of the tile space.
         programs: the number of programs launched.
         min_tiles: the least number of tiles of a program; fewer programs take part if there are too few tiles.
-        most_margin: the most tiles by which a work tile counts as longer at each end, at most half a program's tiles.
+        most_margin: the most tiles by which a work tile counts as longer at each end; 0 if a kv_row is empty.
     """
 
     tiles: tuple[int, ...]
@@ -66,8 +66,12 @@ class Schedule:
 
     @cached_property
     def margin(self) -> int:
-        """The tiles by which each work tile counts as longer at each end: none if work tiles have equal lengths."""
-        return min(self.most_margin, sum(self.tiles) // (2 * self.programs)) if len(set(self.tiles)) > 1 else 0
+        """The tiles by which each work tile counts as longer at each end: none if work tiles have equal lengths.
+
+        At most half of a program's tiles, and at most the shortest work tile.
+        """
+        least = min(self.tiles)
+        return min(self.most_margin, sum(self.tiles) // (2 * self.programs), least) if least < max(self.tiles) else 0
 
     @property
     def total_tiles(self) -> int:
@@ -108,8 +112,8 @@ class Schedule:
     def visits(self, program: int) -> list[Visit]:
         """The visits of `program`, in order.
 
-        It leaves at most two partial states: slot `2 * program` is for a work tile that its range begins in or begins
-        with, and slot `2 * program + 1` for a later one that it does not finish.
+        It leaves at most two partial states: slot `2 * program` is for a work tile that begins before its range or with
+        it, and slot `2 * program + 1` for a later one that it does not finish.
         """
         mine = self.tiles_of_program(program)
         tile = mine.start

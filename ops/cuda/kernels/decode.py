@@ -1,10 +1,10 @@
 """The decode kernel: stream-K attention of a few packed queries to long keys, in Triton, for any mask and any strides.
 
 The tiles of all work tiles (kv_row, kv head, block of packed queries) are numbered one after the other. Program p of P
-takes the tiles `[T * p // P, T * (p + 1) // P)`: equal work for each, whatever the lengths. Lengths are read on the
-device, so that one captured launch serves all of them. A program that computes a whole work tile writes the output at
-once. If several programs share it, each leaves a partial state in its own slot, for `tatten.ops.cuda.kernels.combine`:
-no program waits for another. `tests/support/stream_k_schedule.py` has the same arithmetic in Python.
+takes the tiles `[T * p // P, T * (p + 1) // P)`: equal shares, whatever the lengths, which are read on the device, so
+that one captured launch serves all of them. A program that computes a whole work tile writes the output at once. If
+several programs share it, each leaves a partial state in its own slot, for `tatten.ops.cuda.kernels.combine`: no
+program waits for another. `tests/support/stream_k_schedule.py` has the same arithmetic in Python.
 
 With `CHUNK`, a work tile is cut into chunks by its own length alone, and programs share out whole chunks. If a work
 tile has several, each leaves a partial state, so that sums do not depend on the rest of the batch.

@@ -8,7 +8,8 @@ With chunks, the tile space numbers chunks of tiles instead. Their places depend
 
 With margins, each work tile counts as some tiles longer at each end. A program that reaches another work tile has to
 store a state, load queries and fill its pipeline. Programs with many short work tiles would end last otherwise. A cut
-within a margin falls between work tiles. Work tiles of equal length have no margins, as each may be cut evenly.
+within a margin falls between work tiles. Work tiles of equal length have no margins, as each may be cut evenly. A
+margin is no longer than the shortest work tile: a batch padded with empty sequences, which cost little, has none.
 
 `SPACE` has the constants of a tile space: BLOCK_M, BLOCK_N, GROUPS, CHUNK, MAX_AND_SUM and MARGIN, in the order of
 `tatten.ops.cuda.tile_space.TileSpace.constants`. Its members have no names, because Inductor can't write named ones.
@@ -84,11 +85,13 @@ def tile_space(
         if WINDOW:
             tiles -= tl.maximum(lens - q_len - window + 1, 0) // BLOCK_N
     exists = groups < n_groups
+    if MARGIN:
+        least = tl.min(tl.where(exists, tiles, 1 << 30), axis=0)
     tiles = tl.where(exists, tl.maximum(tiles, 1), 0)  # the output of an empty kv_row is written too
     ends, margin = tl.cumsum(chunks_of(tiles, CHUNK) * work_tiles, axis=0), 0
     if MARGIN:
-        equal = tl.min(tl.where(exists, tiles, 1 << 30), axis=0) == tl.max(tiles, axis=0)
-        margin = tl.where(equal, 0, tl.minimum(tl.max(ends, axis=0) // (2 * programs), MARGIN))
+        margin = tl.minimum(tl.minimum(tl.max(ends, axis=0) // (2 * programs), least), MARGIN)
+        margin = tl.where(least == tl.max(tiles, axis=0), 0, margin)
         ends += 2 * margin * work_tiles * tl.minimum(groups + 1, n_groups)
     return tiles, ends, work_tiles, margin
 

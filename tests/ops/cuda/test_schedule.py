@@ -77,7 +77,7 @@ def test_visits_follow_the_tile_space(schedules: list[Schedule]) -> None:
             assert all(v.start < v.stop for v in visits)
 
 
-def test_work_is_equal_to_within_a_tile(schedules: list[Schedule]) -> None:
+def test_ranges_of_the_tile_space_are_equal_to_within_a_tile(schedules: list[Schedule]) -> None:
     for s in schedules:
         work = [len(tiles) for tiles in map(s.tiles_of_program, range(s.programs))]
         assert sum(work) == s.total_tiles
@@ -94,15 +94,10 @@ def test_margins_take_tiles_from_programs_with_many_work_tiles() -> None:
     assert with_margins.visits(1) == [Visit(4, 0, 12, None)]
 
 
-def test_margins_are_at_most_half_of_the_tiles_of_a_program() -> None:
-    assert [Schedule((2, 18), programs, most_margin=4).margin for programs in (1, 2, 3, 5, 10, 11)] == [
-        4,
-        4,
-        3,
-        2,
-        1,
-        0,
-    ]
+def test_margins_are_at_most_half_of_a_programs_tiles_and_the_shortest_work_tile() -> None:
+    margins = [Schedule((5, 15), programs, most_margin=4).margin for programs in (1, 2, 3, 5, 10, 11)]
+    assert margins == [4, 4, 3, 2, 1, 0]
+    assert Schedule((2, 18), programs=1, most_margin=4).margin == 2
     assert Schedule((20, 20), programs=2, most_margin=4).margin == 0  # equal lengths are cut evenly without
 
 
@@ -246,7 +241,7 @@ def test_where_combining_pays_on_an_h200(sequences: int, kv_heads: int, keys: in
     assert combining_pays(sequences * kv_heads, tiles, tile_us, 264, h200) == pays
 
 
-@pytest.mark.parametrize("block_n, margin", [(32, 4), (64, 2), (128, 1), (256, 1)])
+@pytest.mark.parametrize("block_n, margin", [(32, 4), (64, 2), (128, 1), (256, 0)])
 def test_sequences_with_lengths_of_their_own_have_margins(block_n: int, margin: int) -> None:
     """Other launches have equal work tiles, cuts that no other sequence moves, or no registers left."""
 
@@ -254,16 +249,17 @@ def test_sequences_with_lengths_of_their_own_have_margins(block_n: int, margin: 
         dtype = variant.pop("dtype", torch.bfloat16)
         query = torch.empty(4, 8, 1, dim, dtype=dtype, device="meta")
         key = torch.empty(4, 8, 4096, dim, dtype=variant.pop("stored_dtype", dtype), device="meta")
+        value = key[..., :1].expand(4, 8, 4096, variant.pop("value_dim", dim))
         shared = torch.empty(0, device="meta") if variant.pop("shared", False) else None
         lens = torch.empty(4, dtype=torch.int32, device="meta")
-        stored = KeyValue(key, key, kv_lens=lens, shared_pages=shared)
+        stored = KeyValue(key, value, kv_lens=lens, shared_pages=shared)
         call = AttentionCall("decode_attention", query, (stored,), **variant)
         tiles, mask = Tiles(block_m, block_n, 4, 2), MaskPlan(groups, False)
         return decode_grid.plan_tile_space(call, stored, mask, tiles, decode_grid.Place(), 264).margin
 
     assert most_margin() == most_margin(dtype=torch.float16) == margin
     assert most_margin(groups=1) == most_margin(batch_invariant=True) == most_margin(shared=True) == 0
-    assert most_margin(block_m=32) == most_margin(dim=192) == 0
+    assert most_margin(block_m=32) == most_margin(dim=192) == most_margin(value_dim=192) == 0
     assert most_margin(dtype=torch.float32) == most_margin(stored_dtype=torch.int8) == 0
 
 
