@@ -46,6 +46,12 @@ def slot_rows(few: BlockClass, many: BlockClass) -> int:
     return few.slots * FEW_ROWS + many.slots * many.tiles.block_m
 
 
+def combine_programs(few: BlockClass, many: BlockClass, kv_heads: int) -> int:
+    """Count the programs that combine shares of work tiles, as `combine_shares` numbers them."""
+    counts = (min(x.room * kv_heads, x.programs) for x in (few, many))
+    return sum(n * parts for n, parts in zip(counts, (1, many.tiles.block_m // FEW_ROWS), strict=True))
+
+
 def writes_of(call: MixedCall, few: BlockClass, many: BlockClass) -> tuple[Dense, ...]:
     """Return the layouts of out, lse, scratch, blocks, ends, and the partials."""
     query, (n_tokens, q_heads, _), value_dim = call.query, call.query.shape, call.value.shape[3]

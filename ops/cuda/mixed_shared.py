@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tatten.ops.cuda.allocation import Dense, allocate
-from tatten.ops.cuda.block_lists import list_sizes, writes_of
+from tatten.ops.cuda.block_lists import combine_programs, list_sizes, writes_of
 from tatten.ops.cuda.decode import SegmentLaunch
 from tatten.ops.cuda.kernels.mixed_shared import LISTS, _combine_shared_kernel, _list_shared_kernel
 from tatten.ops.cuda.kernels.query_blocks import FEW_ROWS
@@ -97,8 +97,7 @@ def _plan_combine(
     (few, many), space = classes, shared_part.tile_space
     kv_heads, dim = call.key.shape[2], max(16, power_of_2(call.value.shape[3]))
     heads = heads_per_kv(call)
-    programs = few.programs + many.programs * (many.tiles.block_m // FEW_ROWS)
-    programs += call.batch * kv_heads * ceil_div(heads, FEW_ROWS)
+    programs = combine_programs(few, many, kv_heads) + call.batch * kv_heads * ceil_div(heads, FEW_ROWS)
     return Launch(
         _combine_shared_kernel,
         (programs,),

@@ -9,19 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tatten.ops.cuda.allocation import Dense, allocate
-from tatten.ops.cuda.block_lists import HOPPER_M, HOPPER_N, list_sizes, slot_rows, writes_of
+from tatten.ops.cuda.block_lists import HOPPER_M, HOPPER_N, combine_programs, list_sizes, slot_rows, writes_of
 from tatten.ops.cuda.decode import scale_kind
 from tatten.ops.cuda.decode_grid import LEAST_CHUNK
 from tatten.ops.cuda.gpu import has_large_shared_memory, multiprocessors
 from tatten.ops.cuda.heuristics import Tiles, tiles_for
+from tatten.ops.cuda.kernels.combine_blocks import _combine_chunks_kernel, _combine_shares_kernel
 from tatten.ops.cuda.kernels.decode import KEY_SCALE
-from tatten.ops.cuda.kernels.query_blocks import (
-    FEW_ROWS,
-    MARGIN,
-    _combine_chunks_kernel,
-    _combine_shares_kernel,
-    _list_blocks_kernel,
-)
+from tatten.ops.cuda.kernels.query_blocks import FEW_ROWS, MARGIN, _list_blocks_kernel
 from tatten.ops.cuda.kernels.tile_scheduler import MOST_CHUNKS
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.ragged_launches import (
@@ -173,7 +168,6 @@ def _takes_pages_kernel(call: MixedCall) -> bool:
 def _plan_combine(call: MixedCall, few: BlockClass, many: BlockClass, pdl: bool) -> Launch:
     kv_heads, value_dim = call.key.shape[2], call.value.shape[3]
     block_dv = min(WIDEST_COMBINE, max(16, power_of_2(value_dim)))
-    parts = many.tiles.block_m // FEW_ROWS
     sizes = {
         "few": few.room,
         "many": many.room,
@@ -186,9 +180,9 @@ def _plan_combine(call: MixedCall, few: BlockClass, many: BlockClass, pdl: bool)
         "PDL": pdl,
     }
     if few.chunk or many.chunk:
-        kernel, programs = _combine_chunks_kernel, kv_heads * (few.room + many.room * parts)
+        kernel, programs = _combine_chunks_kernel, kv_heads * (few.room + many.room * many.tiles.block_m // FEW_ROWS)
     else:
-        kernel, programs = _combine_shares_kernel, few.programs + many.programs * parts
+        kernel, programs = _combine_shares_kernel, combine_programs(few, many, kv_heads)
         sizes |= {"few_programs": few.programs, "many_programs": many.programs}
     options = {"num_warps": 4, "launch_pdl": pdl}
     return Launch(kernel, (programs * ceil_div(value_dim, block_dv),), options, **sizes)

@@ -13,16 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tatten.ops.cuda.kernels.combine_blocks import combine_shares, fold_slots, slots_of_shares
 from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_states
 from tatten.ops.cuda.kernels.partials import find_shared_partials, fold_partials
-from tatten.ops.cuda.kernels.query_blocks import (
-    COLUMNS,
-    CUTS_COLUMN,
-    FEW_ROWS,
-    combine_shares,
-    list_blocks,
-    starts_of,
-)
+from tatten.ops.cuda.kernels.query_blocks import COLUMNS, CUTS_COLUMN, FEW_ROWS, list_blocks, starts_of
 from tatten.ops.page_runs import (
     BEGINS,
     ENTRY_STOPS,
@@ -339,42 +333,25 @@ def _add_runs(
     q_heads = kv_heads * heads_per_kv
     state = token * q_heads + head
 
-    # The programs that attended to the own part: `combine_shares` has the same arithmetic.
     block = first_block + part * _FEW_ROWS // block_m
-    n_tiles = tl.load(blocks + block * _COLUMNS + 6).to(tl.int64)
     total = tl.load(ends + room - 1)
-    active = tl.maximum(tl.minimum(programs, total), 1)
     cuts = tl.load(blocks + _CUTS_COLUMN)
-    margin = cuts // 2
-    start = tl.load(ends + block) - (kv_heads - kv_head) * (n_tiles + 2 * margin)
-    first = ((start + margin + 1) * active - 1) // total
-    owners = (((start + margin + n_tiles) * active - 1) // total - first + 1).to(tl.int32)
-    owners = tl.where(cuts % 2 == 1, 1, owners)
-    later = (total * first // active < start - margin).to(tl.int64)
+    end, margin = tl.load(ends + block), cuts // 2
+    size = tl.load(blocks + block * _COLUMNS + 6).to(tl.int64) + 2 * margin
+    active = tl.maximum(tl.minimum(programs, total), 1)
+    slots, _ = slots_of_shares(end - (kv_heads - kv_head) * size, size, margin, total, active)
 
     row_max = tl.full([_FEW_ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([_FEW_ROWS], tl.float32)
     acc = tl.zeros([_FEW_ROWS, dims.shape[0]], tl.float32)
-    if owners == 1:
+    if (cuts % 2 == 1) | (slots[3] == 1):
         acc, row_max, row_sum = fold_states(
             acc, row_max, row_sum, out, lse, state[None, :], ok[None, :], dims, VALUE_DIM, False
         )
     else:
-        for i in range(owners):
-            slot = 2 * (first + i) + tl.where(i == 0, later, 0)
-            at = slot * block_m + row % block_m
-            acc, row_max, row_sum = fold_states(
-                acc,
-                row_max,
-                row_sum,
-                partial_out,
-                partial_lse,
-                at[None, :],
-                ok[None, :],
-                dims,
-                VALUE_DIM,
-                False,
-            )
+        acc, row_max, row_sum = fold_slots(
+            acc, row_max, row_sum, (partial_out, partial_lse), slots, row % block_m, block_m, ok, dims, VALUE_DIM, 4
+        )
     for level in tl.static_range(_LEVELS):
         entry = level * batch + sequence
         slots = find_shared_partials(
