@@ -16,7 +16,6 @@ from tatten.ops.cuda.heuristics import (
     latent_tiles_for,
     programs_for,
     programs_for_whole_tiles,
-    resized_tiles,
     seqs_and_rows,
     splitting_pays,
     tiles_for,
@@ -24,6 +23,7 @@ from tatten.ops.cuda.heuristics import (
 from tatten.ops.cuda.kernels.decode import ADDITIVE_MASK, NO_MASK
 from tatten.ops.cuda.kernels.tile_scheduler import MOST_CHUNKS
 from tatten.ops.cuda.mask_plan import MaskPlan
+from tatten.ops.cuda.page_tiles import page_table, resized_tiles
 from tatten.ops.cuda.recording import may_limit_registers
 from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.cuda.tuning import gpu_rates
@@ -141,8 +141,9 @@ def resized(tiles: Tiles, call: AttentionCall, stored: KeyValue, space: TileSpac
         tiles,
         {query.shape[3], stored.value.shape[3]},
         0 if stored.block_table is None else stored.key.shape[2],
+        page_table(query.device),
         tiles_each=work_tiles * ceil_div(space.kv_len, tiles.block_n) / space.programs,
-        work_tiles_per_sm=work_tiles / sms,
+        work_tiles=work_tiles / sms,
         # Room for the combine helps if its programs, one for each state, then fit beside the launch.
         combine_fits=space.groups > 1 and query.shape[0] * query.shape[1] * query.shape[2] <= 2 * sms,
     )

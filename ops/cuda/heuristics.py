@@ -6,7 +6,7 @@ memory. Numbers of programs follow from the rates of each GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -93,41 +93,6 @@ def tiles_for(
     if q_rows <= 64 or paged:
         return Tiles(64, 64, 8, 3) if has_block_list and q_rows > 32 else Tiles(min(most_rows, 64), 64, 4, 3, 2)
     return Tiles(128, 64, 8, 3)
-
-
-def resized_tiles(
-    tiles: Tiles, dims: set[int], page: int, *, tiles_each: float, work_tiles_per_sm: float, combine_fits: bool
-) -> Tiles:
-    """Return the tiles for keys in pages, or with lengths, that suit the numbers of work tiles and keys.
-
-    Short programs that share an SM hide the loads of the block table. A limit of registers makes room for them, or for
-    the combine, which else starts only when programs have ended. The comments have microseconds before and after, on an
-    H100 with Triton 3.6, for bfloat16 and 32 query heads to 8 kv heads unless they name others.
-
-    Args:
-        tiles: the tiles of `tiles_for`.
-        dims: the head_dims of keys and values.
-        page: as for `tiles_for`.
-        tiles_each: the number of tiles of a program, if all keys are in use.
-        work_tiles_per_sm: the number of work tiles, divided by that of SMs.
-        combine_fits: all programs of the combine fit beside those of this launch if these leave registers to them.
-    """
-    small = Tiles(16, 32, 4, 3, 4, registers=128)
-    if page > 0 and dims == {128} and tiles == Tiles(16, 64, 4, 3, 2):
-        if tiles_each <= 4 and (16 <= page <= 32 or (page > 32 and combine_fits)):
-            return Tiles(16, 32, 4, 4, 2)  # 4 x 2048, page 16: 21.8, 19.8; 4 of 256 to 2048, page 64: 13.4, 11.5
-        if page <= 16 and work_tiles_per_sm > (2.9 if page == 16 else 1.9):
-            return small  # 64 x 2048, page 16: 193.7, 188.7; page 1: 203.7, 192.2
-        if page < 16 and tiles_each >= 8:
-            return Tiles(16, 64, 4, 2, 3, registers=160)  # 16 x 8192, page 1: 196.2, 189.5
-    if page > 0 and dims == {64} and tiles == Tiles(16, 128, 4, 3, 2):
-        if page == 64 and tiles_each >= 16:
-            return small  # 64 x 2048: 108.1, 100.5; 56 heads, 1 x 65536: 336.2, 317.5
-        if page == 16 and tiles_each >= 64 and work_tiles_per_sm < 1:
-            return Tiles(16, 64, 4, 3, 3, registers=160)  # 56 heads, 1 x 65536: 347.1, 327.7
-    if dims == {128} and tiles == Tiles(32, 64, 4, 3, 2) and tiles_each < 16 and combine_fits:
-        return replace(tiles, registers=192)  # 32/1 heads, 4 x 8192, page 16: 21.9, 18.8; in order: 20.1, 15.9
-    return tiles
 
 
 def latent_tiles_for(

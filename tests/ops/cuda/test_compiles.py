@@ -151,12 +151,16 @@ GROUPS: dict[str, list[Variant]] = {
         *shapes("float16", (80, 512), (4,), {"page": 16}),
         *shapes("float32", (64, 128, 256), (4,), {"page": 16}),
     ],
-    "pages, resized": [  # the tiles of `decode_grid.resized` and of own parts
+    "pages, resized": [  # the tiles of `page_tiles` and of own parts
         *shapes("bfloat16", (128,), (4,), *({"page": page, "tiles": (16, 32, 4, 4, 2)} for page in (16, 64))),
-        *shapes("bfloat16", (128,), (4,), *({"page": page, "tiles": (16, 32, 4, 3, 4, 128)} for page in (1, 16))),
+        *shapes(
+            "bfloat16", (128,), (4,), *({"page": page, "tiles": (16, 32, 4, 3, 4, 128)} for page in (1, 8, 16, 32))
+        ),
         (("bfloat16", 128, 4), {"page": 1, "tiles": (16, 64, 4, 2, 3, 160)}),
         (("bfloat16", 64, 4), {"page": 64, "tiles": (16, 32, 4, 3, 4, 128)}),
-        (("bfloat16", 64, 4), {"page": 16, "tiles": (16, 64, 4, 3, 3, 160)}),
+        *shapes("bfloat16", (64,), (4,), *({"page": page, "tiles": (16, 64, 4, 3, 3, 160)} for page in (16, 64))),
+        *shapes("bfloat16", (64,), (4,), *({"page": page, "tiles": (16, 64, 4, 3, 4, 128)} for page in (16, 32, 64))),
+        (("bfloat16", 64, 4), {"page": 16, "tiles": (16, 128, 4, 2, 3, 160)}),
         *shapes("bfloat16", (128,), (32,), *({**x, "tiles": (32, 64, 4, 3, 2, 192)} for x in ({"page": 16}, LENS))),
     ],
     "pages, many rows": shapes("bfloat16", (128,), (32, 64, 128), *({"page": page} for page in (1, 16, 256))),

@@ -13,10 +13,11 @@ import torch
 from stream_k_schedule import Schedule, Visit, flash_attention_2, flash_decoding
 
 from tatten.ops.call import AttentionCall, KeyValue
-from tatten.ops.cuda import decode_grid
+from tatten.ops.cuda import decode_grid, page_tiles
 from tatten.ops.cuda.gpu_rates import GpuRates
 from tatten.ops.cuda.heuristics import Tiles, combining_pays, latent_programs_for
 from tatten.ops.cuda.mask_plan import MaskPlan
+from tatten.ops.cuda.page_tiles import FEW, MANY, OF_32_ROWS, OF_64, OF_128
 from tatten.ops.cuda.recording import Recorder, recorder
 from tatten.ops.cuda.tile_space import TileSpace
 
@@ -297,8 +298,12 @@ def test_tiles_are_shortened_where_programs_share_work_tiles(
     assert decode_grid.shortened(tiles, space, torch.empty(1, 32, 1, 64), 1_000_000) == tiles
 
 
-FEW_TILES, MANY_TILES = Tiles(16, 32, 4, 4, 2), Tiles(16, 32, 4, 3, 4, registers=128)
-OF_128, OF_64, OF_32_ROWS = Tiles(16, 64, 4, 3, 2), Tiles(16, 128, 4, 3, 2), Tiles(32, 64, 4, 3, 2)
+TWO_STAGES = Tiles(16, 64, 4, 2, 3, registers=160)
+WIDE_64, SHORT_64, SHORTER_64 = (
+    Tiles(16, 128, 4, 2, 3, registers=160),
+    Tiles(16, 64, 4, 3, 3, registers=160),
+    Tiles(16, 64, 4, 3, 4, registers=128),
+)
 VARIANTS: list[dict[str, Any]] = [
     {"window": 100},
     {"softcap": 3.0},
@@ -309,40 +314,61 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "batch, kv_len, page, dim, tiles, chosen",
+    "batch, kv_len, page, dim, tiles, on_h100, on_h200",
     [
-        (1, 8192, 16, 128, OF_128, FEW_TILES),
-        (1, 8512, 16, 128, OF_128, OF_128),
-        (1, 1024, 64, 128, OF_128, OF_128),
-        (1, 8192, 32, 128, OF_128, FEW_TILES),
-        (1, 8192, 8, 128, OF_128, OF_128),
-        (4, 2048, 64, 128, OF_128, FEW_TILES),
-        (9, 512, 64, 128, OF_128, OF_128),  # states for more programs of the combine than fit beside
-        (1, 4096, 1, 128, OF_128, OF_128),
-        (32, 4096, 16, 128, OF_128, OF_128),
-        (48, 4096, 16, 128, OF_128, MANY_TILES),
-        (32, 4096, 1, 128, OF_128, MANY_TILES),
-        (16, 8192, 1, 128, OF_128, Tiles(16, 64, 4, 2, 3, registers=160)),
-        (48, 4096, 32, 128, OF_128, OF_128),
-        (16, 8192, 64, 64, OF_64, MANY_TILES),
-        (16, 8192, 256, 64, OF_64, OF_64),
-        (1, 8192, 64, 64, OF_64, OF_64),
-        (8, 262144, 16, 64, OF_64, Tiles(16, 64, 4, 3, 3, registers=160)),
-        (8, 262144, 1, 64, OF_64, OF_64),
-        (32, 262144, 16, 64, OF_64, OF_64),
-        (2, 8192, 0, 128, OF_32_ROWS, replace(OF_32_ROWS, registers=192)),
-        (2, 8192, 16, 128, OF_32_ROWS, replace(OF_32_ROWS, registers=192)),
-        (1, 8192, 16, 128, OF_32_ROWS, OF_32_ROWS),  # one sequence
-        (2, 65536, 16, 128, OF_32_ROWS, OF_32_ROWS),
-        (9, 1024, 0, 128, OF_32_ROWS, OF_32_ROWS),  # states for more programs of the combine than fit beside
-        (1, 8192, 0, 128, OF_128, OF_128),
+        (1, 8192, 16, 128, OF_128, FEW, FEW),
+        (1, 8512, 16, 128, OF_128, OF_128, FEW),
+        (1, 17024, 16, 128, OF_128, OF_128, MANY),
+        (4, 4096, 16, 128, OF_128, OF_128, OF_128),
+        (1, 1024, 64, 128, OF_128, OF_128, OF_128),
+        (1, 8192, 32, 128, OF_128, FEW, FEW),
+        (1, 8192, 8, 128, OF_128, OF_128, OF_128),
+        (4, 2048, 64, 128, OF_128, FEW, FEW),
+        (9, 512, 64, 128, OF_128, OF_128, OF_128),  # states for more programs of the combine than fit beside
+        (1, 4096, 1, 128, OF_128, OF_128, OF_128),
+        (32, 4096, 16, 128, OF_128, OF_128, MANY),
+        (48, 4096, 16, 128, OF_128, MANY, MANY),
+        (32, 4096, 1, 128, OF_128, MANY, TWO_STAGES),
+        (48, 2048, 1, 128, OF_128, MANY, MANY),
+        (48, 4096, 1, 128, OF_128, MANY, TWO_STAGES),
+        (16, 8192, 1, 128, OF_128, TWO_STAGES, TWO_STAGES),
+        (16, 8192, 8, 128, OF_128, TWO_STAGES, MANY),
+        (48, 4096, 32, 128, OF_128, OF_128, MANY),
+        (32, 4096, 32, 128, OF_128, OF_128, OF_128),
+        (48, 4096, 64, 128, OF_128, OF_128, OF_128),
+        (16, 8192, 64, 64, OF_64, MANY, SHORT_64),
+        (48, 4096, 64, 64, OF_64, MANY, SHORTER_64),
+        (48, 4096, 32, 64, OF_64, OF_64, SHORTER_64),
+        (16, 8192, 32, 64, OF_64, OF_64, OF_64),
+        (16, 8192, 256, 64, OF_64, OF_64, OF_64),
+        (1, 8192, 64, 64, OF_64, OF_64, OF_64),
+        (8, 262144, 16, 64, OF_64, SHORT_64, WIDE_64),
+        (8, 262144, 1, 64, OF_64, OF_64, OF_64),
+        (32, 262144, 16, 64, OF_64, OF_64, OF_64),
+        (2, 8192, 0, 128, OF_32_ROWS, *[replace(OF_32_ROWS, registers=192)] * 2),
+        (2, 8192, 16, 128, OF_32_ROWS, *[replace(OF_32_ROWS, registers=192)] * 2),
+        (1, 8192, 16, 128, OF_32_ROWS, OF_32_ROWS, OF_32_ROWS),  # one sequence
+        (2, 65536, 16, 128, OF_32_ROWS, OF_32_ROWS, OF_32_ROWS),
+        (9, 1024, 0, 128, OF_32_ROWS, OF_32_ROWS, OF_32_ROWS),  # too many states, as above
+        (1, 8192, 0, 128, OF_128, OF_128, OF_128),
     ],
 )
+@pytest.mark.parametrize("table", [page_tiles.ON_H100, page_tiles.ON_H200], ids=["H100", "H200"])
 def test_tiles_are_resized_for_pages_and_lengths(
-    batch: int, kv_len: int, page: int, dim: int, tiles: Tiles, chosen: Tiles, monkeypatch: pytest.MonkeyPatch
+    batch: int,
+    kv_len: int,
+    page: int,
+    dim: int,
+    tiles: Tiles,
+    on_h100: Tiles,
+    on_h200: Tiles,
+    table: page_tiles.PageTable,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On the 132 multiprocessors of an H100, where the table and the lengths are all that keys come with."""
+    """On 132 multiprocessors, where the block table and the lengths are all that keys come with."""
+    chosen = on_h100 if table is page_tiles.ON_H100 else on_h200
     monkeypatch.setattr(decode_grid, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(decode_grid, "page_table", lambda device: table)
 
     def resized(chunk: int = 0, large_shared_memory: bool = True, **variant: Any) -> Tiles:
         monkeypatch.setattr(decode_grid, "has_large_shared_memory", lambda device: large_shared_memory)
@@ -373,6 +399,17 @@ def test_tiles_are_resized_for_pages_and_lengths(
     assert [resized(**variant) for variant in VARIANTS] == [tiles] * len(VARIANTS)
     if page == 0:
         assert resized(lens=False) == tiles
+
+
+@pytest.mark.parametrize(
+    "name, table",
+    [("NVIDIA H100 80GB HBM3", "ON_H100"), ("NVIDIA H200", "ON_H200"), ("NVIDIA GH200 480GB", "ON_H200")],
+)
+def test_a_gpu_has_the_page_tiles_of_the_nearest_measured_one(
+    name: str, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_tiles, "device_name", lambda device: name)
+    assert page_tiles.page_table(torch.device("meta")) is getattr(page_tiles, table)
 
 
 @pytest.mark.parametrize("work_tiles, programs", [(1, 9), (2, 8), (3, 9), (4, 8), (4, 9), (8, 8)])
