@@ -29,6 +29,38 @@ CLAIMS = [
             (1, 0.995, "0.99 for pages of 1"),
         )
     ),
+    *(
+        Claim(
+            f"pages of {page} beside FlashAttention-3 on an H200",
+            "paged_h200",
+            14,
+            geomean(over(f"page {page}", f"fa3 {page}")),
+            said,
+            at_most=most,
+            within=0.02,
+        )
+        for page, most, said in (
+            (256, 0.93, "0.93 times as long as FlashAttention-3 in geometric mean for pages of 256 and 64"),
+            (64, 0.93, "0.93 times as long as FlashAttention-3 in geometric mean for pages of 256 and 64"),
+            (16, 0.95, "0.95 for pages of 16"),
+            (1, 0.98, "0.98 for pages of 1"),
+        )
+    ),
+    *(
+        Claim(
+            f"a row of pages of {page} beside FlashAttention-3 on an H200",
+            "paged_h200",
+            14,
+            largest(over(f"page {page}", f"fa3 {page}")),
+            said,
+            at_most=most,
+            within=0.02,
+        )
+        for page, most, said in (
+            (16, 1.095, "1.09 for one of pages of 16"),
+            (1, 1.185, "1.18 for one of pages of 1"),
+        )
+    ),
     Claim(
         "pages of 256 beside keys in order, ragged",
         "paged",
@@ -62,6 +94,14 @@ CLAIMS = [
         lambda rows: max(r["ratio"] for r in rows if r["section"] == "shared"),
         "1.00 to 1.41 times",
         at_most=1.415,
+    ),
+    Claim(
+        "shared pages beside segments on an H200",
+        "shared_pages_h200",
+        20,
+        lambda rows: max(r["ratio"] for r in rows if r["section"] == "shared"),
+        "1.06 to 1.60 times",
+        at_most=1.605,
     ),
     Claim(
         "finding shared pages",
@@ -109,6 +149,22 @@ CLAIMS = [
         those(lambda r: r["name"] not in LARGE, largest(over("tatten", "fa3"))),
         "1.13 to 1.44 times",
         at_most=1.445,
+    ),
+    Claim(
+        "mixed batches beside FlashAttention-3 on an H200",
+        "mixed_h200",
+        13,
+        those(lambda r: r["name"] in LARGE, largest(over("tatten", "fa3"))),
+        "1.03 to 1.24 times",
+        at_most=1.245,
+    ),
+    Claim(
+        "small mixed batches beside FlashAttention-3 on an H200",
+        "mixed_h200",
+        13,
+        those(lambda r: r["name"] not in LARGE, largest(over("tatten", "fa3"))),
+        "1.09 to 1.32 times",
+        at_most=1.325,
     ),
     Claim(
         "shared pages in mixed batches",

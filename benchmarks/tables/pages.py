@@ -81,10 +81,13 @@ MIXED: dict[str, Cell | str] = {
 }
 TABLES = {
     "paged": Table("paged", PAGED),
+    "paged_h200": Table("paged_h200", PAGED),
     "paged_short": Table("paged_cpu", SHORT, lambda r: r["section"] == "short"),
     "gathers": Table("gathers_cuda", GATHERS),
     "shared_pages": Table("shared_pages", SHARED, lambda r: r["section"] == "shared"),
+    "shared_pages_h200": Table("shared_pages_h200", SHARED, lambda r: r["section"] == "shared"),
     "finding_pages": Table("shared_pages", FINDING, lambda r: r["section"] == "finding"),
     "mixed": Table("mixed", MIXED),
+    "mixed_h200": Table("mixed_h200", MIXED),
     "shared_chunks": Table("shared_chunks", CHUNKS),
 }
