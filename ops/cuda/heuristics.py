@@ -1,7 +1,7 @@
 """Sizes of tiles, and numbers of programs that share them.
 
 Tiles belong to the kernels: they were measured on an H200 or an H100, and are used on all GPUs with as much shared
-memory. Numbers of programs follow from the rates of each GPU.
+memory. `page_tiles` replaces some of them for keys in pages. Numbers of programs follow from the rates of each GPU.
 """
 
 from __future__ import annotations
