@@ -1,9 +1,9 @@
 """Tiles for keys in pages, or with lengths, that suit the numbers of work tiles and keys.
 
 Short programs that share an SM hide the loads of the block table. A limit of registers makes room for them, or for the
-combine, which else starts only when programs have ended. How many are best depends on the rate of the memory, so that
-each measured GPU has a table. Comments have microseconds with the tiles of `tiles_for` and with these, for bfloat16 and
-32 query heads to 8 kv heads unless they name others, with Triton 3.6.
+combine, which else starts only when programs have ended. How many programs are best depends on the rate of the memory,
+so each measured GPU has a table. Comments have microseconds with the tiles of `tiles_for` and with these, for bfloat16
+and 32 query heads to 8 kv heads unless they name others, with Triton 3.6.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from math import inf
 
 import torch
 
-from tatten.ops.cuda.gpu import capability, device_name
+from tatten.ops.cuda.gpu import device_name
 from tatten.ops.cuda.heuristics import Tiles
-from tatten.ops.cuda.tuning import tuning_of
 
 OF_128, OF_64, OF_32_ROWS = Tiles(16, 64, 4, 3, 2), Tiles(16, 128, 4, 3, 2), Tiles(32, 64, 4, 3, 2)
-MANY = Tiles(16, 32, 4, 3, 4, registers=128)
-FEW = Tiles(16, 32, 4, 4, 2)
+FOUR_PER_SM = Tiles(16, 32, 4, 3, 4, registers=128)
+FEW_KEYS = Tiles(16, 32, 4, 4, 2)
 
 
 @dataclass(frozen=True)
@@ -49,31 +48,33 @@ class PageTable:
     of_64: tuple[PageTiles, ...]
 
 
-_FEW_KEYS = (
-    PageTiles(FEW, (16, 32), tiles_each=(0, 4)),  # H100, 4 x 2048, page 16: 21.8, 19.8
-    PageTiles(FEW, (33, inf), tiles_each=(0, 4), combine_fits=True),  # H100, 4 of 256 to 2048, page 64: 13.4, 11.5
+_OF_FEW_KEYS = (
+    PageTiles(FEW_KEYS, (16, 32), tiles_each=(0, 4)),  # H100, 4 x 2048, page 16: 21.8, 19.8
+    PageTiles(FEW_KEYS, (33, inf), tiles_each=(0, 4), combine_fits=True),  # H100, 4 of 256 to 2048, page 64: 13.4, 11.5
 )
 ON_H100 = PageTable(
     of_128=(
-        *_FEW_KEYS,
-        PageTiles(MANY, (16, 16), work_tiles=(2.9, inf)),  # 64 x 2048: 193.7, 188.7
-        PageTiles(MANY, (1, 15), work_tiles=(1.9, inf)),  # 64 x 2048, page 1: 203.7, 192.2
+        *_OF_FEW_KEYS,
+        PageTiles(FOUR_PER_SM, (16, 16), work_tiles=(2.9, inf)),  # 64 x 2048: 193.7, 188.7
+        PageTiles(FOUR_PER_SM, (1, 15), work_tiles=(1.9, inf)),  # 64 x 2048, page 1: 203.7, 192.2
         PageTiles(Tiles(16, 64, 4, 2, 3, registers=160), (1, 15), tiles_each=(8, inf)),  # 16 x 8192, 1: 196.2, 189.5
     ),
     of_64=(
-        PageTiles(MANY, (64, 64), tiles_each=(16, inf)),  # 64 x 2048: 108.1, 100.5; 56 heads, 1 x 65536: 336.2, 317.5
+        PageTiles(
+            FOUR_PER_SM, (64, 64), tiles_each=(16, inf)
+        ),  # 64 x 2048: 108.1, 100.5; 56 heads, 1 x 65536: 336.2, 317.5
         # 56 heads, 1 x 65536: 347.1, 327.7
         PageTiles(Tiles(16, 64, 4, 3, 3, registers=160), (16, 16), tiles_each=(64, inf), work_tiles=(0, 1)),
     ),
 )
 ON_H200 = PageTable(
     of_128=(
-        *_FEW_KEYS,
-        PageTiles(FEW, (16, 16), tiles_each=(0, 8), work_tiles=(0, 0.2)),  # 2 x 8192: 28.2, 26.7
+        *_OF_FEW_KEYS,
+        PageTiles(FEW_KEYS, (16, 16), tiles_each=(0, 8), work_tiles=(0, 0.2)),  # 2 x 8192: 28.2, 26.7
         # 32 heads each, 4 x 8192: 152.3, 135.0; 16 x 8192: 141.4, 136.3; 32 of 1024 to 65536: 478.5, 470.4
-        PageTiles(MANY, (8, 16), tiles_each=(8, inf)),
-        PageTiles(MANY, (8, 32), work_tiles=(2.9, inf)),  # 64 x 2048, page 32: 142.6, 134.1
-        PageTiles(MANY, (1, 7), tiles_each=(0, 80), work_tiles=(2.9, inf)),  # 64 x 2048, page 1: 161.7, 147.6
+        PageTiles(FOUR_PER_SM, (8, 16), tiles_each=(8, inf)),
+        PageTiles(FOUR_PER_SM, (8, 32), work_tiles=(2.9, inf)),  # 64 x 2048, page 32: 142.6, 134.1
+        PageTiles(FOUR_PER_SM, (1, 7), tiles_each=(0, 80), work_tiles=(2.9, inf)),  # 64 x 2048, page 1: 161.7, 147.6
         # 16 x 8192, page 1: 153.4, 141.4; 32 of 1024 to 65536: 523.6, 486.5
         PageTiles(Tiles(16, 64, 4, 2, 3, registers=160), (1, 7), tiles_each=(8, inf)),
     ),
@@ -89,9 +90,8 @@ ON_H200 = PageTable(
 
 
 def page_table(device: torch.device) -> PageTable:
-    """Return the table of the measured GPU that is nearest to a device."""
-    tuning = tuning_of(device_name(device), capability(device))
-    return ON_H100 if tuning is not None and "H100" in tuning.device else ON_H200
+    """Return the table of a device: that of an H200 for an H200 or GH200, and that of an H100 for all others."""
+    return ON_H200 if "H200" in device_name(device) else ON_H100
 
 
 def resized_tiles(

@@ -1,9 +1,11 @@
 """The combine of a mixed batch: it adds up the partial states that programs left for blocks of queries.
 
-Whole states are in place. The schedule is arithmetic over the lists of `query_blocks`. The lists are complete before
-the combine begins, because the launch that attends waits for them before it lets the combine begin. A program looks its
-work tile up in them before it waits for the partials. With that, and several loads at once, 5 queries of one sequence
-with 8192 keys take 26.3 us instead of 30.8 (`benchmarks/mixed.py` on an H200).
+Whole states are in place. The schedule is arithmetic over the lists of `query_blocks`. Without shared pages, a program
+looks its work tile up in them before it waits for the partials. They are complete then: the combine begins after all
+programs that attend have let it, and these began after the first of their launches had waited for the lists.
+
+With that, and several loads at once, 5 queries of one sequence with 8192 keys take 26.3 us instead of 30.8
+(`benchmarks/mixed.py` on an H200).
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def _combine_shares_kernel(
     """Combine the partials of work tiles that several programs share: `FEW_ROWS` rows and a block of columns each.
 
     A class has a program here for each work tile that there is room for, or for each program that attended if these are
-    fewer. The latter looks for the work tile whose second share its namesake attended to.
+    fewer. Program p of the latter combines the work tile of which program p of the launch that attended had the second
+    share.
     """
     column_blocks: tl.constexpr = (VALUE_DIM + BLOCK_DV - 1) // BLOCK_DV
     dims = tl.program_id(0) % column_blocks * BLOCK_DV + tl.arange(0, BLOCK_DV)
@@ -87,7 +90,8 @@ def combine_shares(
     cuts = tl.load(blocks + _CUTS_COLUMN)
     active = tl.minimum(programs, total)
     for_tile = room * kv_heads <= programs
-    combines = (cuts % 2 == 0) & (for_tile | (program < active))
+    # Program 0 never has a second share. If a class has no blocks, its `active` program would read past the lists.
+    combines = (cuts % 2 == 0) & (for_tile | ((program > 0) & (program < active)))
     block, place = program // kv_heads, total * 0
     if combines & (not for_tile):
         place = total * program // active  # where the program began to attend
@@ -127,6 +131,8 @@ def combine_shares(
 @triton.jit
 def slots_of_shares(start, size, margin, total, active):
     """Return the slots of the programs that share a work tile, as `fold_slots` takes them, and the first program.
+
+    Programs that take whole work tiles (`cuts` is odd) don't share any: the result has no meaning for them.
 
     Args:
         start, size: the place and the size of the work tile with its margins.

@@ -40,13 +40,15 @@ def test_random_calls(n: int) -> None:
     @settings(n)
     @given(batches(), st.integers(1, 9), SIZES, st.booleans())
     def test(drawn: MixedBatch, programs: int, sizes: tuple[int, int, int] | None, invariant: bool) -> None:
-        from tatten.ops.cuda.ragged import plan_ragged
+        from tatten.ops.cuda import ragged
 
         inputs, dense = drawn.inputs()
         call = MixedCall(**inputs, batch_invariant=invariant)
         tiles = None if sizes is None else small_tiles(*sizes)
-        with fresh_memory_is_poison():
-            out, lse = plan_ragged(call, tiles=tiles, programs=programs)(call)
+        with fresh_memory_is_poison(), pytest.MonkeyPatch.context() as patch:
+            if tiles is not None:
+                patch.setattr(ragged, "LEAST_CHUNK", tiles[0].block_n)  # chunks of a tile, so that there are many
+            out, lse = ragged.plan_ragged(call, tiles=tiles, programs=programs)(call)
         drawn.check(out, lse, dense, parts=12)
 
     test()

@@ -17,7 +17,7 @@ from tatten.ops.cuda import decode_grid, page_tiles
 from tatten.ops.cuda.gpu_rates import GpuRates
 from tatten.ops.cuda.heuristics import Tiles, combining_pays, latent_programs_for
 from tatten.ops.cuda.mask_plan import MaskPlan
-from tatten.ops.cuda.page_tiles import FEW, MANY, OF_32_ROWS, OF_64, OF_128
+from tatten.ops.cuda.page_tiles import FEW_KEYS, FOUR_PER_SM, OF_32_ROWS, OF_64, OF_128
 from tatten.ops.cuda.recording import Recorder, recorder
 from tatten.ops.cuda.tile_space import TileSpace
 
@@ -316,28 +316,28 @@ VARIANTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     "batch, kv_len, page, dim, tiles, on_h100, on_h200",
     [
-        (1, 8192, 16, 128, OF_128, FEW, FEW),
-        (1, 8512, 16, 128, OF_128, OF_128, FEW),
-        (1, 17024, 16, 128, OF_128, OF_128, MANY),
+        (1, 8192, 16, 128, OF_128, FEW_KEYS, FEW_KEYS),
+        (1, 8512, 16, 128, OF_128, OF_128, FEW_KEYS),
+        (1, 17024, 16, 128, OF_128, OF_128, FOUR_PER_SM),
         (4, 4096, 16, 128, OF_128, OF_128, OF_128),
         (1, 1024, 64, 128, OF_128, OF_128, OF_128),
-        (1, 8192, 32, 128, OF_128, FEW, FEW),
+        (1, 8192, 32, 128, OF_128, FEW_KEYS, FEW_KEYS),
         (1, 8192, 8, 128, OF_128, OF_128, OF_128),
-        (4, 2048, 64, 128, OF_128, FEW, FEW),
+        (4, 2048, 64, 128, OF_128, FEW_KEYS, FEW_KEYS),
         (9, 512, 64, 128, OF_128, OF_128, OF_128),  # states for more programs of the combine than fit beside
         (1, 4096, 1, 128, OF_128, OF_128, OF_128),
-        (32, 4096, 16, 128, OF_128, OF_128, MANY),
-        (48, 4096, 16, 128, OF_128, MANY, MANY),
-        (32, 4096, 1, 128, OF_128, MANY, TWO_STAGES),
-        (48, 2048, 1, 128, OF_128, MANY, MANY),
-        (48, 4096, 1, 128, OF_128, MANY, TWO_STAGES),
+        (32, 4096, 16, 128, OF_128, OF_128, FOUR_PER_SM),
+        (48, 4096, 16, 128, OF_128, FOUR_PER_SM, FOUR_PER_SM),
+        (32, 4096, 1, 128, OF_128, FOUR_PER_SM, TWO_STAGES),
+        (48, 2048, 1, 128, OF_128, FOUR_PER_SM, FOUR_PER_SM),
+        (48, 4096, 1, 128, OF_128, FOUR_PER_SM, TWO_STAGES),
         (16, 8192, 1, 128, OF_128, TWO_STAGES, TWO_STAGES),
-        (16, 8192, 8, 128, OF_128, TWO_STAGES, MANY),
-        (48, 4096, 32, 128, OF_128, OF_128, MANY),
+        (16, 8192, 8, 128, OF_128, TWO_STAGES, FOUR_PER_SM),
+        (48, 4096, 32, 128, OF_128, OF_128, FOUR_PER_SM),
         (32, 4096, 32, 128, OF_128, OF_128, OF_128),
         (48, 4096, 64, 128, OF_128, OF_128, OF_128),
-        (16, 8192, 64, 64, OF_64, MANY, SHORT_64),
-        (48, 4096, 64, 64, OF_64, MANY, SHORTER_64),
+        (16, 8192, 64, 64, OF_64, FOUR_PER_SM, SHORT_64),
+        (48, 4096, 64, 64, OF_64, FOUR_PER_SM, SHORTER_64),
         (48, 4096, 32, 64, OF_64, OF_64, SHORTER_64),
         (16, 8192, 32, 64, OF_64, OF_64, OF_64),
         (16, 8192, 256, 64, OF_64, OF_64, OF_64),
@@ -403,11 +403,16 @@ def test_tiles_are_resized_for_pages_and_lengths(
 
 @pytest.mark.parametrize(
     "name, table",
-    [("NVIDIA H100 80GB HBM3", "ON_H100"), ("NVIDIA H200", "ON_H200"), ("NVIDIA GH200 480GB", "ON_H200")],
+    [
+        ("NVIDIA H100 80GB HBM3", "ON_H100"),
+        ("NVIDIA H100 PCIe", "ON_H100"),
+        ("NVIDIA B200", "ON_H100"),
+        ("", "ON_H100"),
+        ("NVIDIA H200", "ON_H200"),
+        ("NVIDIA GH200 480GB", "ON_H200"),
+    ],
 )
-def test_a_gpu_has_the_page_tiles_of_the_nearest_measured_one(
-    name: str, table: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_has_the_page_tiles_of_a_measured_one(name: str, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_tiles, "device_name", lambda device: name)
     assert page_tiles.page_table(torch.device("meta")) is getattr(page_tiles, table)
 
