@@ -40,6 +40,16 @@ class Step:
     ranks: int = 1
 
 
+def pages_steps(suffix: str = "") -> list[Step]:
+    """Return the steps about pages, which are recorded on an H100 and, with a suffix, on an H200."""
+    shared = "shared_pages.py --device cuda --section shared finding --rounds 5"
+    return [
+        Step(f"paged{suffix}", "paged.py --device cuda --rounds 5", 2, "paged.py --section nine --rounds 1"),
+        Step(f"shared_pages{suffix}", shared, 2.5, "shared_pages.py --section finding --rounds 1"),
+        Step(f"mixed{suffix}", "mixed.py --device cuda --rounds 5", 1, "mixed.py --rounds 1"),
+    ]
+
+
 STEPS = {
     "one": [
         Step("decode_nine", "decode.py --device cuda --section nine", 1.5, "decode.py --section nine --rounds 1"),
@@ -80,21 +90,14 @@ STEPS = {
         Step("float8", "float8.py --device cuda", 2),
         Step("quantised", "quantised.py --device cuda --layers 16 --rounds 2", 6, "quantised.py --rounds 1"),
         Step("overhead", "overhead.py --device cuda", 1),
-        Step("paged_h200", "paged.py --device cuda", 2, "paged.py --section nine --rounds 1"),
+        *pages_steps("_h200"),
         Step("gathers_cuda", "gathers.py --device cuda", 2, "gathers.py --rounds 1"),
-        Step(
-            "shared_pages_h200",
-            "shared_pages.py --device cuda --section shared finding --rounds 5",
-            2.5,
-            "shared_pages.py --section finding --rounds 1",
-        ),
         Step(
             "shared_chunks",
             "shared_pages.py --device cuda --section chunk",
             1.5,
             "shared_pages.py --section chunk --rounds 1",
         ),
-        Step("mixed_h200", "mixed.py --device cuda --rounds 5", 1, "mixed.py --rounds 1"),
         Step("aoti_cuda", "aoti.py --device cuda --rows 0", 4, "aoti.py --rows 1 --repeats 1"),
         Step(
             "decode_invariant",
@@ -213,14 +216,7 @@ STEPS = {
             "latent.py --section kernel --rounds 1",
         ),
         Step("launches", "launches.py --device cuda", 1.5),
-        Step("paged", "paged.py --device cuda --rounds 5", 2, "paged.py --section nine --rounds 1"),
-        Step(
-            "shared_pages",
-            "shared_pages.py --device cuda --section shared finding --rounds 5",
-            2.5,
-            "shared_pages.py --section finding --rounds 1",
-        ),
-        Step("mixed", "mixed.py --device cuda --rounds 5", 1, "mixed.py --rounds 1"),
+        *pages_steps(),
         Step("sparse_kernel", "sparse.py --device cuda", 3, "sparse.py --rounds 1"),
         Step("sparse_layer", "sparse_layer.py --device cuda", 4, "sparse_layer.py --rounds 1"),
         Step("indexer", "indexer.py --device cuda", 2, "indexer.py --rounds 1"),

@@ -60,9 +60,8 @@ ON_H100 = PageTable(
         PageTiles(Tiles(16, 64, 4, 2, 3, registers=160), (1, 15), tiles_each=(8, inf)),  # 16 x 8192, 1: 196.2, 189.5
     ),
     of_64=(
-        PageTiles(
-            FOUR_PER_SM, (64, 64), tiles_each=(16, inf)
-        ),  # 64 x 2048: 108.1, 100.5; 56 heads, 1 x 65536: 336.2, 317.5
+        # 64 x 2048: 108.1, 100.5; 56 heads, 1 x 65536: 336.2, 317.5
+        PageTiles(FOUR_PER_SM, (64, 64), tiles_each=(16, inf)),
         # 56 heads, 1 x 65536: 347.1, 327.7
         PageTiles(Tiles(16, 64, 4, 3, 3, registers=160), (16, 16), tiles_each=(64, inf), work_tiles=(0, 1)),
     ),
@@ -117,8 +116,10 @@ def resized_tiles(
     if dims == {128} and tiles == OF_32_ROWS and tiles_each < 16 and combine_fits:
         # H100, 32/1 heads, 4 x 8192: page 16 21.9, 18.8; in order 20.1, 15.9
         return replace(tiles, registers=192)
+    if page == 0 or len(dims) > 1:
+        return tiles
     choices = {(128, OF_128): table.of_128, (64, OF_64): table.of_64}
-    for choice in choices.get((max(dims), tiles), ()) if page > 0 and len(dims) == 1 else ():
+    for choice in choices.get((max(dims), tiles), ()):
         sizes = (page, choice.pages), (tiles_each, choice.tiles_each), (work_tiles, choice.work_tiles)
         if all(least <= n <= most for n, (least, most) in sizes) and (combine_fits or not choice.combine_fits):
             return choice.tiles

