@@ -11,7 +11,8 @@ from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.combine import Partials
 from tatten.ops.cuda.gpu import has_wgmma, multiprocessors
-from tatten.ops.cuda.kernels.pages_sm90 import BLOCK_N, HALF_M, START_REGS, _pages_kernel
+from tatten.ops.cuda.kernels.page_softmax import CONSUMER_ROWS
+from tatten.ops.cuda.kernels.pages_sm90 import BLOCK_N, START_REGS, _pages_kernel
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.recording import may_take_gluon
 from tatten.ops.cuda.sm90 import DTYPES, key_tiling, strides_in_units
@@ -115,7 +116,7 @@ def plan_shared_segment(call: AttentionCall, stored: KeyValue, programs: int | N
     kv_heads = stored.key.shape[1]
     members = most_members(batch)
     rows = q_heads // kv_heads * members * q_len
-    block_m = HALF_M if rows <= HALF_M else 2 * HALF_M
+    block_m = CONSUMER_ROWS if rows <= CONSUMER_ROWS else 2 * CONSUMER_ROWS
     q_blocks = ceil_div(rows, block_m)
     programs = programs or shared_programs(multiprocessors(query.device))
     space = TileSpace(
@@ -188,7 +189,7 @@ def _launch(
     return Launch(
         _pages_kernel,
         (programs,),
-        {"num_warps": 4, "maxnreg": START_REGS[block_m // HALF_M], "launch_pdl": True},
+        {"num_warps": 4, "maxnreg": START_REGS[block_m // CONSUMER_ROWS], "launch_pdl": True},
         query_b=strides[0],
         query_h=strides[1],
         query_l=strides[2],
@@ -205,5 +206,5 @@ def _launch(
         PAGE=key.shape[1],
         SHARED=shared,
         WINDOW=window is not None,
-        CONSUMERS=block_m // HALF_M,
+        CONSUMERS=block_m // CONSUMER_ROWS,
     )

@@ -115,6 +115,7 @@ def _language(machine: Machine, program: Callable[[], int]) -> dict[str, Any]:
         expand_dims=torch.unsqueeze,
         associative_scan=lambda x, dim, _: x.cumsum(dim),
         convert_layout=lambda x, layout: x,
+        static_assert=_nothing,
         static_range=range,
         program_id=lambda _: torch.tensor(program()),
         allocate_shared_memory=allocate,

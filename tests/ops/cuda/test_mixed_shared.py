@@ -262,10 +262,10 @@ def install_pages_kernel(patch: pytest.MonkeyPatch, seed: int, long_part: int) -
     import triton.language as tl
 
     from tatten.ops.cuda import pages_sm90
-    from tatten.ops.cuda.kernels import page_blocks, page_loads, query_blocks
+    from tatten.ops.cuda.kernels import page_blocks, page_loads, page_softmax, query_blocks
     from tatten.ops.cuda.kernels import pages_sm90 as kernel
 
-    modules = kernel, page_loads, page_blocks
+    modules = kernel, page_softmax, page_loads, page_blocks
     patch.setattr(pages_sm90, "_pages_kernel", Interpreted(patch, seed, "_pages_kernel", *modules))
     patch.setattr(pages_sm90, "takes_pages_kernel", lambda *_: True)
     patch.setattr(query_blocks, "_LONG_PART", tl.constexpr(long_part))

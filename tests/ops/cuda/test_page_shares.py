@@ -20,6 +20,7 @@ from gluon_interpreted import Interpreted, Pointer
 from poison import fresh_memory_is_poison
 from slow import slow_but
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 
 from tatten.ops.cuda.kernels.query_blocks import CUTS_COLUMN, _largest_part
 from tatten.ops.cuda.kernels.tile_scheduler import programs_over_runs
@@ -40,6 +41,7 @@ class Case:
         long_part: the tiles of a program from which on work tiles have margins.
         margin: the tiles that a margin counts.
         whole: whether programs take whole work tiles even if these are uneven.
+        ends_at_once: the ends of blocks that a program loads at once.
     """
 
     call: MixedCall
@@ -48,6 +50,7 @@ class Case:
     long_part: int
     margin: int
     whole: bool
+    ends_at_once: int
 
 
 @dataclass(frozen=True)
@@ -133,11 +136,12 @@ class Attend:
 
     def take(self, program: int, ends: Tensor) -> Iterator[Tile]:
         """Write the states of a program's visits, and yield their tiles."""
-        from tatten.ops.cuda.kernels.page_blocks import keys_of, share_of_program, visit_at
+        from tatten.ops.cuda.kernels.page_blocks import keys_of, load_ends, share_of_program, visit_at
 
         lists: Any = Pointer(self.blocks)
         self.kernel.program = program
-        share = share_of_program(Pointer(ends), 1, self.room, self.programs, lists, self.kv_heads, False)
+        at = Pointer(ends), 1, self.room
+        share = share_of_program(load_ends(*at), self.programs, lists, self.kv_heads, False)
         begin, end, block, block_end = map(int, share)
         assert begin == self.end
         self.end = end
@@ -209,7 +213,7 @@ def draw(rng: random.Random, shares: bool) -> Case:
     n_blocks = sum(-(-q_len * (heads // kv_heads) // BLOCK_M) for q_len in (*q_lens, padding))
     # Few tiles are a long part here, and margins are as long as parts: they leave programs without any tile.
     programs, long_part, margin = rng.choice((3, 8, 13, 21)), rng.choice((1, 1, 8)), rng.choice((1, 1, 3))
-    return Case(call, n_blocks, programs, long_part, margin, rng.random() < 0.2)
+    return Case(call, n_blocks, programs, long_part, margin, rng.random() < 0.2, rng.choice((2, 1024)))
 
 
 @triton.jit
@@ -223,11 +227,13 @@ def over_runs(programs: int, tiles: int) -> int:
     return min(programs, tiles, max(few, 8))
 
 
+@pytest.mark.parametrize("at_once", [2, 1024], ids=["some ends", "all ends"])
 @pytest.mark.parametrize("programs", [1, 7, 20, 120, 264])
-def test_programs_over_runs(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_over_runs(programs: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's and Gluon's arithmetic is that of a plain model, and programs take each tile of the runs once."""
     from tatten.ops.cuda.kernels import page_blocks
 
+    monkeypatch.setattr(page_blocks, "_ENDS_AT_ONCE", gl.constexpr(at_once))
     kernel, result = Interpreted(monkeypatch, 0, "share_of_program", page_blocks), torch.zeros(1, dtype=torch.int64)
     roots = itertools.chain.from_iterable((n * n - 1, n * n) for n in range(2, 41))
     for tiles in (0, 1, 2, *roots, 4096, 70000, 3 << 20):
@@ -239,7 +245,9 @@ def test_programs_over_runs(programs: int, monkeypatch: pytest.MonkeyPatch) -> N
         ends, lists = Pointer(shared[TILE_ENDS]), Pointer(shared)
         for program in range(programs if tiles else 0):
             kernel.program = program
-            begin, stop = map(int, page_blocks.share_of_program(ends, 1, entries, programs, lists, 1, True)[:2])
+            at = ends, 1, entries
+            share = page_blocks.share_of_program(page_blocks.load_ends(*at), programs, lists, 1, True)
+            begin, stop = map(int, share[:2])
             assert begin == end
             assert (stop > begin) == (program < over_runs(programs, tiles))
             end = stop
@@ -268,6 +276,7 @@ def computed(case: Case) -> tuple[Attend, Tensor, Tensor]:
     call, launches = case.call, []
     numbers = torch.randn(*call.query.shape[:2], call.block_table.shape[1] + 1, DIM)
     with pytest.MonkeyPatch.context() as patch, fresh_memory_is_poison():
+        patch.setattr(page_blocks, "_ENDS_AT_ONCE", gl.constexpr(case.ends_at_once))
         patch.setattr(pages_sm90, "takes_pages_kernel", lambda *_: True)
         patch.setattr(ragged, "hopper_tiles", lambda _: Tiles(BLOCK_M, BLOCK_N, 8, 2))
         patch.setattr(query_blocks, "_LONG_PART", tl.constexpr(case.long_part))
