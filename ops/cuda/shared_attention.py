@@ -14,8 +14,6 @@ from tatten.ops.cuda.decode import OWN_PART, SHARED_PART, SegmentLaunch, plan_se
 from tatten.ops.cuda.decode_grid import Place
 from tatten.ops.cuda.gpu import has_large_shared_memory, multiprocessors
 from tatten.ops.cuda.heuristics import Tiles
-from tatten.ops.cuda.page_tiles import FOUR_PER_SM
-from tatten.ops.cuda.recording import may_limit_registers
 from tatten.ops.page_runs import UNIT_KEYS
 from tatten.ops.states import State
 
@@ -64,11 +62,11 @@ def _own_part_tiles(call: AttentionCall) -> Tiles | None:
     narrow = stored.key.element_size() != 2 or query.shape[3] > 128 or stored.value.shape[3] > 128
     if rows > 16 or narrow or query.element_size() != 2:
         return None
-    # With more work tiles than SMs, 4 programs that run at once are faster than 6 of which 3 do: 203 us instead of 212
-    # for 256 x 256 own keys after 8192 shared ones. With fewer, the limit of registers costs up to 4 us.
+    # Programs of 2 warps leave registers to the combine: 32 x 512 own keys after 131072 shared ones take 180 us instead
+    # of 193 with 4 warps (H200). With fewer work tiles than SMs, their latency counts: 4 x 256 after 4096 take 19 us
+    # with 2 warps, and 17 with 4.
     many = query.shape[0] * stored.key.shape[1] > multiprocessors(query.device)
-    limits = many and may_limit_registers() and has_large_shared_memory(query.device)
-    return FOUR_PER_SM if limits else Tiles(16, 32, 4, 3, 6)
+    return Tiles(16, 32, 2, 3, 4) if many and has_large_shared_memory(query.device) else Tiles(16, 32, 4, 3, 6)
 
 
 def plan_shared_part(call: AttentionCall, groups: KeyValue, programs: int | None) -> SegmentLaunch | SharedSegment:

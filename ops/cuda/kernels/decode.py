@@ -30,11 +30,11 @@ from tatten.ops.cuda.kernels.tile_scheduler import (
     LEVELS,
     OWN_PART,
     SHARED_PART,
+    active_programs_of,
     chunks_of,
     entry_stop,
     first_tile,
     own_start,
-    programs_over_runs,
     sequences_of,
     shared_span,
     tile_space,
@@ -188,10 +188,9 @@ def _decode_kernel(
     groups = tl.arange(0, GROUPS)
     program = tl.program_id(0)
     total_tiles = tl.max(ends, axis=0)
-    if PART == SHARED_PART:
-        active_programs = tl.maximum(programs_over_runs(programs, total_tiles), 1)  # there may be no row group
-    else:
-        active_programs = tl.minimum(programs, total_tiles)
+    active_programs = active_programs_of(programs, total_tiles, PART)
+    if PART == SHARED_PART:  # there may be no row group
+        active_programs = tl.maximum(active_programs, 1)
     program_start = first_tile(program, total_tiles, active_programs, INT64_TILES)
     program_end = first_tile(program + 1, total_tiles, active_programs, INT64_TILES)
 

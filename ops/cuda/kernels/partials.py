@@ -7,10 +7,11 @@ import triton.language as tl
 
 from tatten.ops.cuda.kernels.online_softmax import fold_states
 from tatten.ops.cuda.kernels.tile_scheduler import (
+    SHARED_PART,
+    active_programs_of,
     chunks_of,
     first_tile,
     program_of,
-    programs_over_runs,
     tile_space,
 )
 from tatten.ops.page_runs import PLACES, TILE_ENDS, UNIT_KEYS
@@ -84,7 +85,7 @@ def find_partials(
     if CHUNK:  # each chunk has its own slot
         slot = start * BLOCK_M + q_row % BLOCK_M
         return slot, slot, n_tiles + 0 * start
-    active_programs = tl.minimum(programs, total_tiles)
+    active_programs = active_programs_of(programs, total_tiles, PART)
     return _slots(start, n_tiles, q_row % BLOCK_M, total_tiles, active_programs, BLOCK_M, INT64_TILES)
 
 
@@ -110,7 +111,7 @@ def find_shared_partials(
     n_tiles = end - tl.load(tile_ends + group - 1, mask=shares & (group > 0), other=0) * tiles
     start = end * work_tiles - (work_tiles - head // heads_per_kv * q_blocks - q_row // BLOCK_M) * n_tiles
     total_tiles = tl.maximum(tl.load(tile_ends + entries) * tiles * work_tiles, 1)
-    active_programs = programs_over_runs(programs, total_tiles)
+    active_programs = active_programs_of(programs, total_tiles, SHARED_PART)
     first_slot, other_slots, owners = _slots(
         start, n_tiles, q_row % BLOCK_M, total_tiles, active_programs, BLOCK_M, INT64_TILES
     )

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from tatten.ops.cuda.kernels.query_blocks import CUTS_COLUMN, _largest_part
-from tatten.ops.cuda.kernels.tile_scheduler import programs_over_runs
+from tatten.ops.cuda.kernels.tile_scheduler import programs_over_own_parts, programs_over_runs
 from tatten.ops.mixed_batch import MixedCall
 from tatten.ops.page_runs import LEVELS, ORDER, OWN, PLACES, ROWS, TILE_ENDS
 
@@ -224,7 +224,22 @@ def _programs_kernel(programs, tiles, result):
 def over_runs(programs: int, tiles: int) -> int:
     """A plain model of `programs_over_runs`."""
     few = programs * (4 + math.isqrt(min(tiles, 1 << 16))) // 45 // 8 * 8
-    return min(programs, tiles, max(few, 8))
+    return min(programs, tiles, max(few, programs * 8 // 15 // 8 * 8, 8))
+
+
+@triton.jit
+def _own_programs_kernel(programs, tiles, result):
+    tl.store(result, programs_over_own_parts(programs, tiles))
+
+
+@pytest.mark.parametrize("programs", [1, 7, 120, 792])
+def test_programs_over_own_parts(programs: int) -> None:
+    """Up to 4 tiles each, all have equally many, but for the last one; with more, all programs take part."""
+    result = torch.zeros(1, dtype=torch.int64)
+    for tiles in (1, 2, programs, programs + 1, 3 * programs, 4 * programs, 4 * programs + 1, 9 * programs):
+        _own_programs_kernel[(1,)](programs, tiles, result)
+        each = math.ceil(tiles / programs)
+        assert int(result) == (math.ceil(tiles / each) if tiles <= 4 * programs else programs)
 
 
 @pytest.mark.parametrize("at_once", [2, 1024], ids=["some ends", "all ends"])
@@ -254,9 +269,9 @@ def test_programs_over_runs(programs: int, at_once: int, monkeypatch: pytest.Mon
         assert end == tiles
 
 
-def test_programs_over_runs_on_an_h100() -> None:
+def test_programs_over_runs_on_an_h200() -> None:
     """The numbers of programs that were among the fastest."""
-    assert [over_runs(120, tiles) for tiles in (64, 256, 512, 1024, 4096)] == [32, 48, 64, 96, 120]
+    assert [over_runs(120, tiles) for tiles in (64, 256, 512, 1024, 4096)] == [64, 64, 64, 96, 120]
 
 
 def no_states(_: object, stored: Any) -> Any:
