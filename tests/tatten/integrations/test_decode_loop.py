@@ -504,12 +504,43 @@ def test_ahead_must_be_a_count(ahead: object) -> None:
         DecodeLoop(ahead)  # type: ignore[arg-type]
 
 
-def test_a_cache_that_is_too_small_raises_as_in_generate() -> None:
-    model, (ids, _) = build("llama"), prompts(1)
-    for more in ({}, {"custom_generate": DecodeLoop(), "compile_config": EAGER}):
-        cache = StaticCache(model.config, max_cache_len=PROMPT + 4)
-        with pytest.raises((IndexError, RuntimeError, ValueError)):
-            model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, **cache_kwargs(cache), **more)
+def small_fork(room: int) -> SharedPrefixCache:
+    model = build("llama")
+    cache = SharedPrefixCache(model.config)
+    with torch.no_grad():
+        model(prompts(1)[0][:, :-1], **cache_kwargs(cache))
+    return cache.fork(1, capacity=room - PROMPT + 1)
+
+
+ROOMS: dict[str, Callable[[int], transformers.Cache]] = {
+    "static": lambda room: StaticCache(build("llama").config, max_cache_len=room),
+    "8 bits": lambda room: QuantizedStaticCache(build("llama").config, max_cache_len=room),
+    "fork": small_fork,
+}
+
+
+@pytest.mark.parametrize("kind", ROOMS)
+def test_a_cache_that_is_too_small_behaves_as_in_generate(kind: str) -> None:
+    """It raises the same error, which names what to change, unless the text ends before."""
+    model, (ids, _), loop = build("llama"), prompts(1), DecodeLoop()
+
+    def generate(room: int, **more: Any) -> Tensor | tuple[type[Exception], str]:
+        arguments = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **more}
+        try:
+            return model.generate(ids, **arguments, **cache_kwargs(ROOMS[kind](room)), compile_config=EAGER)
+        except Exception as error:
+            return type(error), str(error)
+
+    expected = generate(PROMPT + 4)
+    assert isinstance(expected, tuple)
+    assert generate(PROMPT + 4, custom_generate=loop) == expected
+    assert f"has room for {PROMPT + 4} tokens" in str(loop.reason)
+    text = generate(PROMPT + 19)  # the last token is not stored
+    assert isinstance(text, Tensor)
+    assert torch.equal(generate(PROMPT + 19, custom_generate=loop), text)
+    assert loop.reason is None
+    ends = {"eos_token_id": int(text[0, PROMPT + 2])}
+    assert torch.equal(generate(PROMPT + 4, custom_generate=loop, **ends), generate(PROMPT + 4, **ends))
 
 
 class Holder:

@@ -63,7 +63,7 @@ def reason_against(
             ),
             None,
         ),
-        _cache(cache, config),
+        _cache(cache, config, max(length or 0, ids.shape[1] + 1)),
         _drafts(model, ids, processors, config, cache, inputs) if has_drafts else None,
         _assistant(model, draft, config) if draft is not None else None,
     )
@@ -124,7 +124,8 @@ def _penalties(processors: list[Any]) -> int:
     return sum(isinstance(x, RepetitionPenaltyLogitsProcessor) for x in processors)
 
 
-def _cache(cache: object, config: GenerationConfig) -> str | None:
+def _cache(cache: object, config: GenerationConfig, length: int) -> str | None:
+    """Return the reason why steps can't use a cache for texts of up to `length` tokens, or None."""
     if not config.use_cache:
         return "`use_cache` is False"
     if not isinstance(cache, Cache):
@@ -140,6 +141,10 @@ def _cache(cache: object, config: GenerationConfig) -> str | None:
         return f"the cache that was passed, {type(first).__name__}, is not static"
     if any(isinstance(layer, StaticSlidingWindowLayer) for layer in first.layers):
         return "the cache that was passed has sliding layers, whose length is a number of the host"
+    # The last token is not stored. A step could not raise an error that names the cache.
+    room = min((n for layer in first.layers if (n := layer.get_max_length()) > 0), default=length)
+    if room < length - 1:
+        return f"the cache that was passed has room for {room} tokens, and the text may have {length}"
     return None
 
 
