@@ -14,7 +14,7 @@ import pytest
 import torch
 from compiled import TRITON_3_6, compile_in_subprocess
 from gluon_interpreted import Interpreted
-from mixed_calls import batch_for_hopper
+from mixed_calls import MixedBatch, batch_for_hopper
 from poison import fresh_memory_is_poison
 from shared_tables import Tables, drawn, inputs_of, made, shared_of
 from slow import slow_but
@@ -146,28 +146,58 @@ def test_nothing_shared(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_attends(tables, 0, programs, heads=4, kv_heads=2, dim=64)
 
 
+LEAVES_EARLY = [[0, 1, 2, 3], [0, 1, 2, 4], [0, 5]], [400, 401, 200], 128, 6  # the third sequence leaves after a page
+BY_HEADS = pytest.mark.parametrize("heads", [4, 40], ids=["one consumer", "two consumers"])
+
+
 @interpreted
-@pytest.mark.parametrize("heads", [4, 40], ids=["one consumer", "two consumers"])
-def test_values_of_keys_that_others_have_do_not_leak(heads: int) -> None:
-    """A sequence that leaves a prefix early reads nothing of what the others go on with, which is NaN here."""
-    tables = made(random.Random(0), [[0, 1, 2, 3], [0, 1, 2, 4], [0, 5]], [400, 401, 200], 128, 6)
+@BY_HEADS
+@pytest.mark.parametrize("programs", [1, 4])
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_sequence_that_leaves_early(programs: int, heads: int, seed: int) -> None:
+    assert_attends(made(random.Random(0), *LEAVES_EARLY), seed, programs, heads=heads, kv_heads=2, dim=64)
+
+
+@interpreted
+@BY_HEADS
+@pytest.mark.parametrize("page", [1, 2])
+def test_keys_that_others_have_do_not_leak(heads: int, page: int) -> None:
+    """A sequence that leaves a prefix early reads nothing of the pages that the others go on with, which are NaN."""
+    tables = made(random.Random(0), *LEAVES_EARLY)
     shared = shared_of(tables).data
     assert shared[OWN, :3].tolist() == [384, 384, 128]
     inputs = inputs_of(tables, dtype=torch.bfloat16, dim=64, heads=heads)
-    last = tables.table[0, 2].long()
+    want, want_lse = decode_attention_reference(**inputs)
     for name in ("key", "value"):
-        inputs[name][last] = torch.nan
-    call = decode_call(
-        *(inputs[name] for name in ("query", "key", "value")), None, inputs["kv_lens"], None, None,
-        block_table=inputs["block_table"], shared_pages=shared,
-    )  # fmt: skip
+        inputs[name][tables.table[0, page].long()] = torch.nan
+    call = decode_call(**inputs, shared_pages=shared)
     with pytest.MonkeyPatch.context() as patch, fresh_memory_is_poison():
         install(patch, 0)
         from tatten.ops.cuda.shared_attention import plan_shared_attention
 
-        out, _ = plan_shared_attention(call, programs=1)(call)
+        out, lse = plan_shared_attention(call, programs=1)(call)
     assert out[:2].isnan().all()
-    assert not out[2].isnan().any()
+    torch.testing.assert_close(out[2].double(), want[2], rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse[2].double(), want_lse[2], rtol=1e-4, atol=1e-3)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "batch",
+    [
+        MixedBatch(((1, 328),), window=200, page=128, heads=(2, 2), dims=(64, 64), dtype=torch.bfloat16),
+        MixedBatch(((40, 126),), page=128, heads=(1, 1), dims=(64, 64), dtype=torch.bfloat16),
+    ],
+    ids=["window", "last key"],
+)
+def test_a_mask_begins_at_the_first_key_of_a_tile(batch: MixedBatch) -> None:
+    inputs, dense = batch.inputs()
+    with pytest.MonkeyPatch.context() as patch, fresh_memory_is_poison():
+        install(patch, 0)
+        from tatten.ops.cuda.ragged import plan_ragged
+
+        out, lse = plan_ragged(MixedCall(**inputs), programs=1)(MixedCall(**inputs))
+    batch.check(out, lse, dense, parts=12)
 
 
 SCRIPT = """

@@ -157,13 +157,32 @@ def test_attends_as_float64_does(n: int) -> None:
     assert shared > n // 4
 
 
+LONG_OWN_PARTS = [[0, 1, *range(2 + 7 * b, 9 + 7 * b)] for b in range(3)]  # pages of 64 keys; the first two are shared
+
+
 @interpreted
-@pytest.mark.parametrize("heads", [3, 5])
-def test_programs_of_the_combine_with_two_states(heads: int) -> None:
-    """They are for more states than 16 for each SM, of which a CPU counts one. The last one has a single state."""
-    rows = [[0, 1, 3], [0, 1, 4], [0, 2], [0, 1], [5, 6, 7], [0, 1, 3], [0, 1, 8]]
-    tables = made(random.Random(0), rows, [150, 192, 100, 128, 130, 140, 129], 64, 9)
-    assert_attends(tables, programs=7, shape={"heads": heads, "kv_heads": 1})
+@pytest.mark.parametrize("programs", [21, 29, 38])
+def test_equal_shares_of_own_parts(programs: int) -> None:
+    """78 tiles are the shares of 20 or 26 programs, so the combine must know how many of the others are idle."""
+    assert_attends(made(random.Random(0), LONG_OWN_PARTS, [500, 530, 560], 64, 24), programs=programs)
+
+
+@interpreted
+def test_two_states_for_a_program_of_the_combine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are 15 states, so the last program has one."""
+    from tatten.ops.cuda import combine
+
+    states, launch = [], combine.Launch
+
+    def planned(*args: Any, **sizes: Any) -> Any:
+        states.append(sizes["BLOCK_STATES"])
+        return launch(*args, **sizes)
+
+    monkeypatch.setattr(combine, "MOST_SINGLE_STATES", 4)
+    monkeypatch.setattr(combine, "Launch", planned)
+    tables = made(random.Random(0), LONG_OWN_PARTS, [500, 130, 560], 64, 24)
+    assert_attends(tables, programs=7, shape={"heads": 5, "kv_heads": 1})
+    assert states == [2]
 
 
 @interpreted
