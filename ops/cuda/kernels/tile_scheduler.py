@@ -156,9 +156,9 @@ def programs_over_runs(programs, tiles):
 
     A program of this launch fills an SM, and programs of own parts then wait for it. If there are few tiles, fewer
     programs leave SMs to own parts, and leave fewer partial states. The square root minimises `tiles / programs + c *
-    programs`: the length of the launch, and the cost of starting its programs. Fewer than half of the programs gain
-    nothing, because they start soon. On an H200, 512 tiles beside own parts take 24.8 us with 64 programs and 31.4 with
-    120; 256 tiles take 15.9 with 64, 17.4 with 48 and 18.7 with 120; 64 tiles take 53.4 with 64 and 55.9 with 32.
+    programs`: the length of the launch, and the cost of starting its programs. At least half of the programs take part,
+    because they start soon. On an H200, 512 tiles beside own parts take 24.8 us with 64 programs and 31.4 with 120; 256
+    tiles take 15.9 with 64, 17.4 with 48 and 18.7 with 120; 64 tiles take 53.4 with 64 and 55.9 with 32.
     """
     root = tl.sqrt_rn(tl.minimum(tiles, 1 << 16).to(tl.float32)).to(tl.int32)
     few = programs * (4 + root) // 45 // 8 * 8  # a multiple of 8 suits the usual numbers of kv heads
