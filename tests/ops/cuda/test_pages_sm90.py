@@ -160,6 +160,15 @@ def test_a_sequence_that_leaves_early(programs: int, heads: int, seed: int) -> N
 
 @interpreted
 @BY_HEADS
+@pytest.mark.parametrize("seed", [0, 2])
+def test_more_tiles_than_stages(heads: int, seed: int) -> None:
+    """A buffer that is released too early is filled before its product has read it, in some orders."""
+    tables = made(random.Random(0), [[*range(9), 9 + b] for b in range(3)], [1200, 1201, 1202], 128, 12)
+    assert_attends(tables, seed, 1, heads=heads, kv_heads=2, dim=64)
+
+
+@interpreted
+@BY_HEADS
 @pytest.mark.parametrize("page", [1, 2])
 def test_keys_that_others_have_do_not_leak(heads: int, page: int) -> None:
     """A sequence that leaves a prefix early reads nothing of the pages that the others go on with, which are NaN."""
