@@ -74,7 +74,7 @@ def _sizes(x: TileSpace, suffix: str) -> dict[str, int]:
 def combine_block(partials: int, states: int, dim: int) -> tuple[int, int]:
     """Choose the columns and the warps of a program. `dim` is a power of two."""
     if states > 1:
-        return dim, 4
+        return dim, max(1, states * dim // 256)
     if dim <= 128:
         return dim, 1 if partials <= 8 else 2
     if dim <= WIDE:  # limits the numbers that a thread holds
@@ -120,9 +120,7 @@ def plan_combine(
         # Finding slots takes most instructions of a program, so two states share them. 256 x 256 own keys after 8192
         # shared ones, of 32 heads, take 175 us instead of 179 (H200).
         states, partials = 2, min(partials, 4)
-        block_dv, warps = dim, 1
-    else:
-        block_dv, warps = combine_block(partials, states, dim)
+    block_dv, warps = combine_block(partials, states, dim)
     launch = Launch(
         _combine_kernel,
         (ceil_div(n_states, states) * ceil_div(value_dim, block_dv),),

@@ -20,9 +20,9 @@ ENDS_AT_ONCE = 1024
 NO_QUERY = -(1 << 30)  # the limit of a row without a query, below all others
 _BLOCK_N, _ENDS_AT_ONCE, _NO_QUERY = gl.constexpr(BLOCK_N), gl.constexpr(ENDS_AT_ONCE), gl.constexpr(NO_QUERY)
 _COLUMNS, _CUTS_COLUMN, _LEVELS = gl.constexpr(COLUMNS), gl.constexpr(CUTS_COLUMN), gl.constexpr(LEVELS)
-THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # the layout of one number for each thread
 _BEGINS, _ORDER, _STARTS = gl.constexpr(BEGINS), gl.constexpr(ORDER), gl.constexpr(STARTS)
 _STOPS, _ENTRY_STOPS = gl.constexpr(STOPS), gl.constexpr(ENTRY_STOPS)
+THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # the layout of one number for each thread
 
 
 @gluon.jit

@@ -23,6 +23,24 @@ _ROWS, _BLOCK_N = gl.constexpr(CONSUMER_ROWS), gl.constexpr(BLOCK_N)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))  # a layout
 
 
+@gluon.constexpr_function
+def sums_layout(dim):
+    """Return the layout of the sums of values, `[64, dim]`."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dim, 16])
+
+
+@gluon.constexpr_function
+def weights_layout(dim):
+    """Return the layout of the weights of a tile, `[64, 128]`, as the product with values takes them."""
+    return gl.DotOperandLayout(operand_index=0, parent=sums_layout(dim), k_width=2)
+
+
+@gluon.constexpr_function
+def rows_layout(dim):
+    """Return the layout of rows of `dim` elements that are loaded from memory."""
+    return gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
+
+
 @gluon.jit
 def attend_overlapped(
     queries,
@@ -63,23 +81,17 @@ def attend_overlapped(
     limit, least, most = bounds
     STAGES: gl.constexpr = keys.shape[0]
     DIM: gl.constexpr = queries.shape[1]
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    acc_row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
+    sums: gl.constexpr = sums_layout(DIM)
     no_scores = gl.zeros([_ROWS, _BLOCK_N], gl.float32, layout=SCORES)
 
     stage = n % STAGES
     mbarrier.wait(full.index(stage), (n // STAGES) & 1)
     first_key = begin + (stop - 1) * _BLOCK_N
-    k = keys.index(stage).reshape([_BLOCK_N, DIM]).permute([1, 0])
-    scores = warpgroup_mma(queries, k, no_scores, use_acc=False, is_async=True)
-    bits = gl.max(unnamed.index(stage).load(THREADS), axis=0)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(empty.index(stage))
+    scores, bits = _scores_of(queries, rings, stage)
     scores = _masked(scores, first_key, stop_key, limit, bits, window, BOX, SHARED, WINDOW)
     exponents, _, row_max, row_sum = _exponents(scores, row_max, row_sum, to_exponent)
-    p = gl.convert_layout(exponents.to(queries.dtype), p_layout)
-    acc = gl.zeros([_ROWS, DIM], gl.float32, layout=acc_layout)
+    p = gl.convert_layout(exponents.to(queries.dtype), weights_layout(DIM))
+    acc = gl.zeros([_ROWS, DIM], gl.float32, layout=sums)
     mbarrier.wait(full.index(STAGES + stage), (n // STAGES) & 1)
     if not SHARED:
         tile = values.index(stage).reshape([_BLOCK_N, DIM])
@@ -111,8 +123,8 @@ def attend_overlapped(
         # are not reused while P@V reads them.
         acc, exponents, p = warpgroup_mma_wait(0, deps=[acc, exponents, p])
         mbarrier.arrive(empty.index(STAGES + last_stage))
-        p = gl.convert_layout(exponents.to(queries.dtype), p_layout)
-        acc = acc * gl.convert_layout(alpha, acc_row_layout)[:, None]
+        p = gl.convert_layout(exponents.to(queries.dtype), weights_layout(DIM))
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, sums))[:, None]
         if SHARED:
             acc = _zeroed_if_new(acc, empty_before, first_key, least)
 
@@ -134,31 +146,24 @@ def attend_step_by_step(queries, rings, keys_of_visit, bounds, row_max, row_sum,
     instruction cache is cold: 16 x 1024 keys of 64 heads after 32768 shared ones take 82 us, and 90 with overlap
     (H200). Mixed batches, whose programs have many tiles, would take 1.1 times as long.
     """
-    keys, values, unnamed, full, empty, _ = rings
+    _, values, _, full, empty, _ = rings
     first, stop, begin, stop_key, _, window = keys_of_visit
     limit, least, _ = bounds
-    STAGES: gl.constexpr = keys.shape[0]
+    STAGES: gl.constexpr = values.shape[0]
     DIM: gl.constexpr = queries.shape[1]
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    acc_row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
-    no_scores = gl.zeros([_ROWS, _BLOCK_N], gl.float32, layout=SCORES)
-    acc = gl.zeros([_ROWS, DIM], gl.float32, layout=acc_layout)
+    sums: gl.constexpr = sums_layout(DIM)
+    acc = gl.zeros([_ROWS, DIM], gl.float32, layout=sums)
     for i in range(first, stop):
         stage = n % STAGES
         first_key = begin + (first + stop - 1 - i) * _BLOCK_N
         mbarrier.wait(full.index(stage), (n // STAGES) & 1)
-        k = keys.index(stage).reshape([_BLOCK_N, DIM]).permute([1, 0])
-        scores = warpgroup_mma(queries, k, no_scores, use_acc=False, is_async=True)
-        bits = gl.max(unnamed.index(stage).load(THREADS), axis=0)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(empty.index(stage))
+        scores, bits = _scores_of(queries, rings, stage)
         if (first_key + _BLOCK_N > least) | (bits != 0):
             scores = _masked(scores, first_key, stop_key, limit, bits, window, BOX, True, False)
         empty_before = row_max == float("-inf")
         exponents, alpha, row_max, row_sum = _exponents(scores, row_max, row_sum, to_exponent)
-        p = gl.convert_layout(exponents.to(queries.dtype), p_layout)
-        acc = acc * gl.convert_layout(alpha, acc_row_layout)[:, None]
+        p = gl.convert_layout(exponents.to(queries.dtype), weights_layout(DIM))
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, sums))[:, None]
         acc = _zeroed_if_new(acc, empty_before, first_key, least)
         mbarrier.wait(full.index(STAGES + stage), (n // STAGES) & 1)
         acc = warpgroup_mma(p, values.index(stage).reshape([_BLOCK_N, DIM]), acc, is_async=True)
@@ -166,6 +171,19 @@ def attend_step_by_step(queries, rings, keys_of_visit, bounds, row_max, row_sum,
         mbarrier.arrive(empty.index(STAGES + stage))
         n += 1
     return acc, row_max, row_sum, n
+
+
+@gluon.jit
+def _scores_of(queries, rings, stage):
+    """Return the scores of the tile of K in a stage, and the bits of its boxes that name no page. K is free then."""
+    keys, _, unnamed, _, empty, _ = rings
+    k = keys.index(stage).reshape([_BLOCK_N, queries.shape[1]]).permute([1, 0])
+    no_scores = gl.zeros([_ROWS, _BLOCK_N], gl.float32, layout=SCORES)
+    scores = warpgroup_mma(queries, k, no_scores, use_acc=False, is_async=True)
+    bits = gl.max(unnamed.index(stage).load(THREADS), axis=0)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(empty.index(stage))
+    return scores, bits
 
 
 @gluon.jit
@@ -184,8 +202,7 @@ def _zeroed_if_new(acc, empty_before, first_key, least):
 
     Values of a tile that a sequence does not attend to may be NaN, and 0 * NaN is NaN. A row has no sink here.
     """
-    DIM: gl.constexpr = acc.shape[1]
-    layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16]))
+    layout: gl.constexpr = gl.SliceLayout(1, sums_layout(acc.shape[1]))
     if first_key + 2 * _BLOCK_N > least:
         acc = gl.where(gl.convert_layout(empty_before, layout)[:, None], 0.0, acc)
     return acc
@@ -216,8 +233,7 @@ def _zero_others(tile, start, stop, zeroed, n_zeroed, NTH: gl.constexpr, CONSUME
     """
     ROWS: gl.constexpr = 32
     PARTS: gl.constexpr = _BLOCK_N // ROWS // CONSUMERS
-    DIM: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = rows_layout(tile.shape[1])
     if (start > 0) | (stop < _BLOCK_N):
         for j in gl.static_range(NTH * PARTS, (NTH + 1) * PARTS):
             if (start > j * ROWS) | (stop < (j + 1) * ROWS):

@@ -26,7 +26,14 @@ from tatten.ops.cuda.kernels.page_blocks import (
     visit_at,
 )
 from tatten.ops.cuda.kernels.page_loads import load_tiles
-from tatten.ops.cuda.kernels.page_softmax import CONSUMER_ROWS, SCORES, attend_overlapped, attend_step_by_step
+from tatten.ops.cuda.kernels.page_softmax import (
+    CONSUMER_ROWS,
+    SCORES,
+    attend_overlapped,
+    attend_step_by_step,
+    rows_layout,
+    sums_layout,
+)
 from tatten.ops.cuda.kernels.prefix_sm90 import _barrier
 from tatten.ops.cuda.kernels.query_blocks import COLUMNS
 from tatten.ops.page_runs import LEVELS, TILE_ENDS
@@ -79,9 +86,9 @@ def _consume(
     BOX: gl.constexpr = PAGE if PAGE < _BLOCK_N else _BLOCK_N
     LOG2E: gl.constexpr = 1.4426950408889634
     row_layout: gl.constexpr = gl.SliceLayout(1, SCORES)
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    acc_layout: gl.constexpr = sums_layout(DIM)
     acc_row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
-    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    load_layout: gl.constexpr = rows_layout(DIM)
 
     queries, offsets, states, limits = queries.index(NTH), offsets.index(NTH), states.index(NTH), limits.index(NTH)
     place = program_start
@@ -234,7 +241,7 @@ def _pages_kernel(
     full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())  # of K, then of V
     empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     zeroed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    # Of each row of a work tile, what `queries_of` returns.
+    # The offset, the state and the limit of each row of a work tile, as `queries_of` returns them.
     offsets = gl.allocate_shared_memory(gl.int64, [CONSUMERS, _ROWS], plain_layout)
     states = gl.allocate_shared_memory(gl.int64, [CONSUMERS, _ROWS], plain_layout)
     limits = gl.allocate_shared_memory(gl.int32, [CONSUMERS, _ROWS], plain_layout)

@@ -25,6 +25,11 @@ def longest_text(criteria: Iterable[Any]) -> int | None:
     return min((int(x.max_length) for x in criteria if isinstance(x, sc.MaxLengthCriteria)), default=None)
 
 
+def text_length(limit: int, ids: Tensor) -> int:
+    """Return the number of tokens of the longest text. A prompt is followed by one token, however long it is."""
+    return max(limit, ids.shape[1] + 1)
+
+
 @dataclass
 class GenerateCall:
     """The arguments of a call of `generate`'s loop. `draft` is the draft model, or None."""
@@ -39,10 +44,10 @@ class GenerateCall:
 
     @property
     def max_length(self) -> int:
-        """The number of tokens of the longest text. A prompt is followed by one token, however long it is."""
+        """The number of tokens of the longest text."""
         length = longest_text(self.criteria)
         assert length is not None  # else `reasons` declines the call
-        return max(length, self.ids.shape[1] + 1)
+        return text_length(length, self.ids)
 
     @property
     def drafts(self) -> int:

@@ -13,7 +13,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from tatten.integrations.transformers.config import longrope_length
 from tatten.integrations.transformers.loop.cache import static_cache
-from tatten.integrations.transformers.loop.call import longest_text
+from tatten.integrations.transformers.loop.call import longest_text, text_length
 from tatten.integrations.transformers.loop.generate_call import Dropped, drafts_of, is_users_cache, moved_method
 from tatten.integrations.transformers.loop.processors import unsupported_processor
 
@@ -63,7 +63,7 @@ def reason_against(
             ),
             None,
         ),
-        _cache(cache, config, max(length or 0, ids.shape[1] + 1)),
+        _cache(cache, config, text_length(length or 0, ids)),
         _drafts(model, ids, processors, config, cache, inputs) if has_drafts else None,
         _assistant(model, draft, config) if draft is not None else None,
     )
