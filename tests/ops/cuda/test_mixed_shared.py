@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from gluon_interpreted import Interpreted
 from paged_calls import POOLS
+from pages_kernel import assert_same_in_16_bits, install_pages_kernel
 from poison import fresh_memory_is_poison
 from shared_tables import (
     Tables,
@@ -255,25 +255,6 @@ def test_starts_that_do_not_add_up() -> None:
         got = attend(inputs | {"cu_seqlens_q": torch.tensor(given).int()}, shared, small_tiles())
         want = paged_attention_reference(**inputs | {"cu_seqlens_q": torch.tensor(read).int()})
         assert_same(got, want, 1e-5)
-
-
-def install_pages_kernel(patch: pytest.MonkeyPatch, seed: int, long_part: int) -> None:
-    """Let plans take the pages kernel on a CPU, and work tiles have margins if a program has `long_part` tiles."""
-    import triton.language as tl
-
-    from tatten.ops.cuda import pages_sm90
-    from tatten.ops.cuda.kernels import page_blocks, page_loads, page_softmax, query_blocks
-    from tatten.ops.cuda.kernels import pages_sm90 as kernel
-
-    modules = kernel, page_softmax, page_loads, page_blocks
-    patch.setattr(pages_sm90, "_pages_kernel", Interpreted(patch, seed, "_pages_kernel", *modules))
-    patch.setattr(pages_sm90, "takes_pages_kernel", lambda *_: True)
-    patch.setattr(query_blocks, "_LONG_PART", tl.constexpr(long_part))
-
-
-def assert_same_in_16_bits(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
-    torch.testing.assert_close(got[0].double(), want[0], rtol=2e-2, atol=1e-2)
-    torch.testing.assert_close(got[1].double(), want[1], rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("n", slow_but([3], [3, 40]))

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from compiled import TRITON_3_6, compile_in_subprocess
-from gluon_interpreted import Interpreted
 from mixed_calls import MixedBatch, batch_for_hopper
+from pages_kernel import assert_same_in_16_bits, install_pages_kernel
 from poison import fresh_memory_is_poison
 from shared_tables import Tables, drawn, inputs_of, made, shared_of
 from slow import slow_but
@@ -31,15 +31,14 @@ interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reas
 HEADS = ((4, 2), (5, 1), (2, 2), (9, 1))
 
 
-def install(patch: pytest.MonkeyPatch, seed: int) -> None:
-    """Let plans take the kernel on a CPU, where its code runs."""
-    from tatten.ops.cuda import pages_sm90
-    from tatten.ops.cuda.kernels import page_blocks, page_loads, page_softmax
-    from tatten.ops.cuda.kernels import pages_sm90 as kernel
+def assert_attends_to_batch(batch: MixedBatch, seed: int, programs: int) -> None:
+    inputs, dense = batch.inputs()
+    with pytest.MonkeyPatch.context() as patch, fresh_memory_is_poison():
+        install_pages_kernel(patch, seed)
+        from tatten.ops.cuda.ragged import plan_ragged
 
-    modules = kernel, page_softmax, page_loads, page_blocks
-    patch.setattr(pages_sm90, "_pages_kernel", Interpreted(patch, seed, "_pages_kernel", *modules))
-    patch.setattr(pages_sm90, "takes_pages_kernel", lambda *_: True)
+        out, lse = plan_ragged(MixedCall(**inputs), programs=programs)(MixedCall(**inputs))
+    batch.check(out, lse, dense, parts=12)
 
 
 @interpreted
@@ -47,14 +46,7 @@ def install(patch: pytest.MonkeyPatch, seed: int) -> None:
 def test_mixed_batches(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(n)
     for seed in range(n):
-        batch, programs = batch_for_hopper(rng), rng.choice((1, 2, 3, 7, 30))
-        inputs, dense = batch.inputs()
-        with pytest.MonkeyPatch.context() as patch, fresh_memory_is_poison():
-            install(patch, seed)
-            from tatten.ops.cuda.ragged import plan_ragged
-
-            out, lse = plan_ragged(MixedCall(**inputs), programs=programs)(MixedCall(**inputs))
-        batch.check(out, lse, dense, parts=12)
+        assert_attends_to_batch(batch_for_hopper(rng), seed, rng.choice((1, 2, 3, 7, 30)))
 
 
 def cuts_of(plan: Any, call: MixedCall) -> tuple[int, bool]:
@@ -87,7 +79,7 @@ def test_each_way_to_cut_the_tiles(n: int, monkeypatch: pytest.MonkeyPatch) -> N
         inputs, dense = batch.inputs()
         call = MixedCall(**inputs)
         with pytest.MonkeyPatch.context() as patch, fresh_memory_is_poison():
-            install(patch, draws)
+            install_pages_kernel(patch, draws)
             plan = ragged.plan_ragged(call, programs=programs)
             cuts = cuts_of(plan, call)
             if counts[cuts] >= n:
@@ -102,16 +94,15 @@ def assert_attends(tables: Tables, seed: int, programs: int, **shape: int) -> No
     keys = inputs.pop("query"), inputs.pop("key"), inputs.pop("value"), None, inputs.pop("kv_lens"), None, None
     call = decode_call(*keys, **inputs, shared_pages=shared_of(tables, shape.get("q_len", 1)).data)
     with pytest.MonkeyPatch.context() as patch, fresh_memory_is_poison():
-        install(patch, seed)
+        install_pages_kernel(patch, seed)
         from tatten.ops.cuda.pages_sm90 import SharedSegment
         from tatten.ops.cuda.shared_attention import plan_shared_attention
 
         plan = plan_shared_attention(call, programs=programs)
         assert isinstance(plan.shared_part, SharedSegment)
         out, lse = plan(call)
-    want, want_lse = decode_attention_reference(keys[0], keys[1], keys[2], kv_lens=keys[4], **inputs)
-    torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=1e-2)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-3)
+    want = decode_attention_reference(keys[0], keys[1], keys[2], kv_lens=keys[4], **inputs)
+    assert_same_in_16_bits((out, lse), want)
 
 
 @interpreted
@@ -181,13 +172,12 @@ def test_keys_that_others_have_do_not_leak(heads: int, page: int) -> None:
         inputs[name][tables.table[0, page].long()] = torch.nan
     call = decode_call(**inputs, shared_pages=shared)
     with pytest.MonkeyPatch.context() as patch, fresh_memory_is_poison():
-        install(patch, 0)
+        install_pages_kernel(patch, 0)
         from tatten.ops.cuda.shared_attention import plan_shared_attention
 
         out, lse = plan_shared_attention(call, programs=1)(call)
     assert out[:2].isnan().all()
-    torch.testing.assert_close(out[2].double(), want[2], rtol=2e-2, atol=1e-2)
-    torch.testing.assert_close(lse[2].double(), want_lse[2], rtol=1e-4, atol=1e-3)
+    assert_same_in_16_bits((out[2], lse[2]), (want[2], want_lse[2]))
 
 
 @interpreted
@@ -200,13 +190,7 @@ def test_keys_that_others_have_do_not_leak(heads: int, page: int) -> None:
     ids=["window", "last key"],
 )
 def test_a_mask_begins_at_the_first_key_of_a_tile(batch: MixedBatch) -> None:
-    inputs, dense = batch.inputs()
-    with pytest.MonkeyPatch.context() as patch, fresh_memory_is_poison():
-        install(patch, 0)
-        from tatten.ops.cuda.ragged import plan_ragged
-
-        out, lse = plan_ragged(MixedCall(**inputs), programs=1)(MixedCall(**inputs))
-    batch.check(out, lse, dense, parts=12)
+    assert_attends_to_batch(batch, 0, programs=1)
 
 
 SCRIPT = """

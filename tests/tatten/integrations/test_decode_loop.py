@@ -161,20 +161,20 @@ def test_models(name: str, batch: int) -> None:
     assert_same_tokens(build(name), DecodeLoop(), batch, max_new_tokens=30, min_new_tokens=12)
 
 
-def static() -> StaticCache:
-    return StaticCache(build("llama").config, max_cache_len=64)
+def static(room: int = 64) -> StaticCache:
+    return StaticCache(build("llama").config, max_cache_len=room)
 
 
-def quantised() -> QuantizedStaticCache:
-    return QuantizedStaticCache(build("llama").config, max_cache_len=64)
+def quantised(room: int = 64) -> QuantizedStaticCache:
+    return QuantizedStaticCache(build("llama").config, max_cache_len=room)
 
 
-def fork() -> SharedPrefixCache:
+def fork(room: int = PROMPT + 29, n: int = 4) -> SharedPrefixCache:
     model = build("llama")
     cache = SharedPrefixCache(model.config)
     with torch.no_grad():
         model(prompts(1)[0][:, :-1], **cache_kwargs(cache))
-    return cache.fork(4, capacity=30)
+    return cache.fork(n, capacity=room - PROMPT + 1)
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -504,30 +504,17 @@ def test_ahead_must_be_a_count(ahead: object) -> None:
         DecodeLoop(ahead)  # type: ignore[arg-type]
 
 
-def small_fork(room: int) -> SharedPrefixCache:
-    model = build("llama")
-    cache = SharedPrefixCache(model.config)
-    with torch.no_grad():
-        model(prompts(1)[0][:, :-1], **cache_kwargs(cache))
-    return cache.fork(1, capacity=room - PROMPT + 1)
-
-
-ROOMS: dict[str, Callable[[int], transformers.Cache]] = {
-    "static": lambda room: StaticCache(build("llama").config, max_cache_len=room),
-    "8 bits": lambda room: QuantizedStaticCache(build("llama").config, max_cache_len=room),
-    "fork": small_fork,
-}
-
-
-@pytest.mark.parametrize("kind", ROOMS)
-def test_a_cache_that_is_too_small_behaves_as_in_generate(kind: str) -> None:
+@pytest.mark.parametrize(
+    "make_cache", [static, quantised, lambda room: fork(room, 1)], ids=["static", "8 bits", "fork"]
+)
+def test_a_cache_that_is_too_small_behaves_as_in_generate(make_cache: Callable[[int], transformers.Cache]) -> None:
     """It raises the same error, which names what to change, unless the text ends before."""
     model, (ids, _), loop = build("llama"), prompts(1), DecodeLoop()
 
     def generate(room: int, **more: Any) -> Tensor | tuple[type[Exception], str]:
         arguments = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **more}
         try:
-            return model.generate(ids, **arguments, **cache_kwargs(ROOMS[kind](room)), compile_config=EAGER)
+            return model.generate(ids, **arguments, **cache_kwargs(make_cache(room)), compile_config=EAGER)
         except Exception as error:
             return type(error), str(error)
 
