@@ -160,13 +160,14 @@ def plan_segment(
     every_key = mask.has_block_list or (part != SHARED_PART and all(x is None for x in narrowed))
     large = kv_bytes >= gpu_rates(query.device).tma_least_bytes
     tma = not INTERPRETED and has_tma(query.device) and large and not call.batch_invariant
-    box_per_tile = table is None or (key.shape[2] >= tiles.block_n and not part)
+    run_n = max(tiles.block_n, space.block_n)
+    # The run of full blocks begins at any block, so that a longer tile of it may cross from one page to the next.
+    box_per_tile = table is None or (key.shape[2] >= run_n == space.block_n and not part)
     tma = tma and every_key and box_per_tile and takes_tma(key) and takes_tma(value)
     if tma and (recording := recorder.get()) is not None and not recording.tma:
         # Kernels that Inductor defines don't use TMA: it would make descriptors in each call.
         recording.without_tma += kv_bytes
         tma = False
-    run_n = max(tiles.block_n, space.block_n)
     pdl = pdl and not INTERPRETED and has_early_launches(query.device)
     acc_dtype = accumulator_dtype(query.dtype)
     pair = (2,) if space.max_and_sum else ()

@@ -167,6 +167,8 @@ GROUPS: dict[str, list[Variant]] = {
     "pages and variants": [
         *shapes("bfloat16", (128,), (4, 64), *({"page": page, **EXTRAS} for page in (1, 16, 256))),
         *shapes("bfloat16", (128,), (4, 64), *({"page": page, **PER_SEQUENCE} for page in (16, 256))),
+        # A tile of the run of full blocks begins at any block, so it may cross from one page to the next.
+        (("bfloat16", 128, 4), {"page": 256, "tiles": (16, 128, 4, 2, 2), **PER_SEQUENCE}),
         *shapes("bfloat16", (64, 128), (4,), *({"page": 16, **FLOAT8, **x} for x in ({}, PER_KEY))),
         *shapes("bfloat16", (128,), (4,), *({"page": 16, **INT8, **x} for x in ({}, PER_KEY, PER_SEQUENCE))),
         *shapes("bfloat16", (64, 192, 256), (4,), {"page": 16, **PER_SEQUENCE}),
