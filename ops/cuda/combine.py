@@ -67,7 +67,10 @@ class Combine:
 
 
 def _sizes(x: TileSpace, suffix: str) -> dict[str, int]:
-    names = ("block_list_stride", "groups", "work_tiles", "kv_len", "kv_heads", "seqs_per_kv", "q_blocks", "programs")
+    names = (
+        *("block_list_stride", "groups", "work_tiles", "kv_len", "kv_heads", "seqs_per_kv", "q_blocks", "programs"),
+        "lanes",
+    )
     return {f"{'n_groups' if name == 'groups' else name}_{suffix}": getattr(x, name) for name in names}
 
 
@@ -138,7 +141,6 @@ def plan_combine(
         SPACES=tuple([replace(x, chunk=0 if i else x.chunk).constants for i, x in enumerate(spaces)]),
         WINDOW=a.window is not None,
         INT64_TILES=a.int64_tiles(batch) or b.int64_tiles(batch),
-        Q_BLOCKS_FIRST=a.q_blocks_first,
         WHOLES=tuple(wholes),
         MAX_AND_SUM_OUT=max_and_sum,
         PARTIALS=partials,

@@ -168,6 +168,7 @@ def plan_segment(
         # Kernels that Inductor defines don't use TMA: it would make descriptors in each call.
         recording.without_tma += kv_bytes
         tma = False
+    assert space.programs % space.lanes == 0
     pdl = pdl and not INTERPRETED and has_early_launches(query.device)
     acc_dtype = accumulator_dtype(query.dtype)
     pair = (2,) if space.max_and_sum else ()
@@ -193,6 +194,7 @@ def plan_segment(
         q_blocks=space.q_blocks,
         programs=space.programs,
         batch=states,
+        lanes=space.lanes,
         KV_S=(_constant_stride(key), _constant_stride(value)),
         DIMS=(head_dim, value_dim, rope_dim),
         SPACE=space.constants,

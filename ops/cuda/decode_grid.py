@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,6 +37,11 @@ LEAST_CHUNK = 1024  # keys of a chunk; a multiple of every `block_n`
 # sequences of 128 to 4096 keys 140 and 121, in pages of 64 153 and 125; 16 of 128 to 2048 keys with a mask 38 and 30;
 # 256 of 128 to 8192 keys and 64 query heads, in pages of 64, 758 and 679.
 MARGIN_KEYS = 128
+# Programs go through the heads of sequences in step if these have room for as many bytes of keys and values.
+# Microseconds with 1, 2, 4 and 8 lanes, on an H200 with 8 kv heads: 32 of 1024 to 65536 keys in pages of 16 473, 471,
+# 466, 465, in pages of 256 459, 463, 454, 453; 128 x 4096 keys 516, 514, 515, 509. With 0.5 GiB there is no gain: 16 x
+# 8192 136, 137, 137, 135; 32 x 4096 150, 152, 151, 153.
+LEAST_BYTES_IN_STEP = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -214,15 +220,30 @@ def plan_tile_space(
         max_and_sum=place.max_and_sum or mask.kind == ADDITIVE_MASK,
         chunk=chunk,
         margin=0 if chunk else _most_margin(call, stored, mask, tiles.block_m, block_n),
+        lanes=1 if chunk else math.gcd(_most_lanes(call, stored, tiles.block_m), kv_heads * q_blocks, programs),
     )
 
 
-def _most_margin(call: AttentionCall, stored: KeyValue, mask: MaskPlan, block_m: int, block_n: int) -> int:
-    """Return the most tiles of a margin: none if all sequences have one length, or share keys in row groups.
+def _most_lanes(call: AttentionCall, stored: KeyValue, block_m: int) -> int:
+    """Return the most lanes: several for sequences with room for many keys, whose heads are neighbours in a page."""
+    key, table = stored.key, stored.block_table
+    heads_are_neighbours = key.stride(1) < key.stride(2)
+    if table is None or not heads_are_neighbours or not _has_spare_registers(call, stored, block_m):
+        return 1
+    if stored.shared_pages is not None:
+        return 1
+    keys = min(table.shape[0] * table.shape[1], key.shape[0]) * key.shape[2] * key.shape[1]
+    large = keys * (call.query.shape[3] + stored.value.shape[3]) * key.element_size() >= LEAST_BYTES_IN_STEP
+    return page_table(call.query.device).most_lanes if large else 1
 
-    Other tiles, dtypes and widths have none either, because ptxas would spill registers (Triton 3.6 or 3.9).
-    """
+
+def _most_margin(call: AttentionCall, stored: KeyValue, mask: MaskPlan, block_m: int, block_n: int) -> int:
+    """Return the most tiles of a margin: none if all sequences have one length, or share keys in row groups."""
     ragged = mask.groups > 1 and stored.row_groups is None and stored.shared_pages is None
+    return MARGIN_KEYS // block_n if ragged and _has_spare_registers(call, stored, block_m) else 0
+
+
+def _has_spare_registers(call: AttentionCall, stored: KeyValue, block_m: int) -> bool:
+    """Return True for tiles, dtypes and widths that a longer schedule does not make ptxas (Triton 3.6, 3.9) spill."""
     in_16_bits = call.query.element_size() == stored.key.element_size() == 2
-    fits = block_m == 16 and in_16_bits and max(call.query.shape[3], stored.value.shape[3]) <= 128
-    return MARGIN_KEYS // block_n if ragged and fits else 0
+    return block_m == 16 and in_16_bits and max(call.query.shape[3], stored.value.shape[3]) <= 128

@@ -82,7 +82,7 @@ def plan_latent_segment(call: AttentionCall, mask: MaskPlan) -> LatentLaunch:
         BLOCK_N,
         has_lens=has_lens,
         has_block_list=mask.has_block_list,
-        q_blocks_first=True,
+        lanes=q_blocks,
     )
     aligned, (query_strides, rope_strides) = strides_in_units(query, query_rope)
     launch = Launch(

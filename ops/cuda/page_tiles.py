@@ -17,8 +17,10 @@ from tatten.ops.cuda.gpu import device_name
 from tatten.ops.cuda.heuristics import Tiles
 
 OF_128, OF_64, OF_32_ROWS = Tiles(16, 64, 4, 3, 2), Tiles(16, 128, 4, 3, 2), Tiles(32, 64, 4, 3, 2)
+OF_LARGE_PAGES = Tiles(16, 128, 4, 2, 2)  # of 128 keys or more, and head_dim 128
 FOUR_PER_SM = Tiles(16, 32, 4, 3, 4, registers=128)
 FEW_KEYS = Tiles(16, 32, 4, 4, 2)
+ONE_PER_SM = Tiles(16, 64, 4, 4)
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,16 @@ class PageTiles:
 
 @dataclass(frozen=True)
 class PageTable:
-    """The tiles of a GPU for pages, by the tiles that they replace. The first that fit are taken."""
+    """The tiles of a GPU for pages, by the tiles that they replace. The first that fit are taken.
+
+    `most_lanes`: the most heads of a sequence that programs go through in step, see
+    `tatten.ops.cuda.kernels.tile_scheduler`.
+    """
 
     of_128: tuple[PageTiles, ...]
     of_64: tuple[PageTiles, ...]
+    of_large_pages: tuple[PageTiles, ...] = ()
+    most_lanes: int = 1
 
 
 _OF_FEW_KEYS = (
@@ -76,6 +84,8 @@ ON_H200 = PageTable(
         PageTiles(FOUR_PER_SM, (1, 7), tiles_each=(0, 80), work_tiles=(2.9, inf)),  # 64 x 2048, page 1: 161.7, 147.6
         # 16 x 8192, page 1: 153.4, 141.4; 32 of 1024 to 65536: 523.6, 486.5
         PageTiles(Tiles(16, 64, 4, 2, 3, registers=160), (1, 7), tiles_each=(8, inf)),
+        # 16 x 8192: 133.1, 130.3; 32 heads each, 4 x 8192: 131.1, 128.6
+        PageTiles(ONE_PER_SM, (64, 127), tiles_each=(60, inf), work_tiles=(0, 1)),
     ),
     of_64=(
         # 64 x 2048: pages of 16 84.7, 81.7; of 32 81.1, 76.9; of 64 80.1, 73.4
@@ -85,6 +95,9 @@ ON_H200 = PageTable(
         # 56 heads, 1 x 65536: 254.6, 239.5
         PageTiles(Tiles(16, 128, 4, 2, 3, registers=160), (16, 16), tiles_each=(64, inf), work_tiles=(0, 1)),
     ),
+    # 16 x 16384: 261.0, 239.9; 16 x 8192: 131.5, 127.8; 4 x 4096: 25.3, 24.1; 16 of 1024 to 16384: 103.8, 104.8
+    of_large_pages=(PageTiles(ONE_PER_SM, (128, inf), work_tiles=(0, 1)),),
+    most_lanes=8,
 )
 
 
@@ -118,7 +131,7 @@ def resized_tiles(
         return replace(tiles, registers=192)
     if page == 0 or len(dims) > 1:
         return tiles
-    choices = {(128, OF_128): table.of_128, (64, OF_64): table.of_64}
+    choices = {(128, OF_128): table.of_128, (64, OF_64): table.of_64, (128, OF_LARGE_PAGES): table.of_large_pages}
     for choice in choices.get((max(dims), tiles), ()):
         sizes = (page, choice.pages), (tiles_each, choice.tiles_each), (work_tiles, choice.work_tiles)
         if all(least <= n <= most for n, (least, most) in sizes) and (combine_fits or not choice.combine_fits):

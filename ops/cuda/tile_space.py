@@ -33,12 +33,12 @@ class TileSpace:
             `work_tiles` is that of one row group.
         max_and_sum: partial states have maximum and sum instead of their lse, see
             `tatten.ops.cuda.kernels.online_softmax.store_lse`.
-        q_blocks_first: the work tiles are numbered by block of packed queries first, and then by kv_row. Programs
-            that read the same keys then do so at about the same time, so that the L2 can serve them.
         chunk: the tiles of the smallest chunk, if work tiles are cut by their own length alone; else 0. A chunk as long
             as the longest work tile leaves all of them whole.
         margin: the most tiles by which a work tile counts as longer at each end, see
             `tatten.ops.cuda.kernels.tile_scheduler`.
+        lanes: the parts of the tile space for neighbouring work tiles of a kv_row, which divide their number. For the
+            decode kernel they divide the number of programs, too.
     """
 
     groups: int
@@ -55,14 +55,15 @@ class TileSpace:
     has_block_list: bool = False
     row_groups: int = 0
     max_and_sum: bool = False
-    q_blocks_first: bool = False
     chunk: int = 0
     margin: int = 0
+    lanes: int = 1
 
     @property
-    def constants(self) -> tuple[int, int, int, int, bool, int]:
-        """The constants that kernels are compiled for: BLOCK_M, BLOCK_N, GROUPS, CHUNK, MAX_AND_SUM and MARGIN."""
-        return self.block_m, self.block_n, power_of_2(self.groups), self.chunk, self.max_and_sum, self.margin
+    def constants(self) -> tuple[int, int, int, int, bool, int, bool]:
+        """The constants that kernels are compiled for, in the order of `tatten.ops.cuda.kernels.tile_scheduler`."""
+        groups = power_of_2(self.groups)
+        return self.block_m, self.block_n, groups, self.chunk, self.max_and_sum, self.margin, self.lanes > 1
 
     @property
     def split(self) -> bool:

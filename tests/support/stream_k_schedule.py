@@ -55,14 +55,23 @@ class Schedule:
 
     @classmethod
     def of_lengths(
-        cls, lengths: Sequence[int], block_n: int, work_tiles: int, programs: int, min_tiles: int = 1
+        cls,
+        lengths: Sequence[int],
+        block_n: int,
+        work_tiles: int,
+        programs: int,
+        min_tiles: int = 1,
+        *,
+        lanes: int = 1,
+        most_margin: int = 0,
     ) -> Schedule:
         """Schedule kv_rows of `lengths` keys, each with `work_tiles` work tiles: kv heads times blocks of queries.
 
-        The work tiles of an empty kv_row get one tile each, as their output has to be written.
+        The work tiles of an empty kv_row get one tile each, as their output has to be written. The tile space has
+        `lanes` parts, and each of them has every `lanes`-th work tile of each kv_row.
         """
-        tiles = (max(1, ceil_div(length, block_n)) for length in lengths)
-        return cls(tuple(n for n in tiles for _ in range(work_tiles)), programs, min_tiles)
+        lane = [max(1, ceil_div(length, block_n)) for length in lengths for _ in range(work_tiles // lanes)]
+        return cls(tuple(lanes * lane), programs, min_tiles, most_margin)
 
     @cached_property
     def margin(self) -> int:

@@ -16,7 +16,17 @@ from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_states, st
 from tatten.ops.cuda.kernels.partials import find_partials, find_shared_partials, fold_partials
 from tatten.ops.cuda.kernels.tile_scheduler import LEVELS, OWN_PART
 
-_SIZES = ["block_list_stride", "n_groups", "work_tiles", "kv_len", "kv_heads", "seqs_per_kv", "q_blocks", "programs"]
+_SIZES = [
+    "block_list_stride",
+    "n_groups",
+    "work_tiles",
+    "kv_len",
+    "kv_heads",
+    "seqs_per_kv",
+    "q_blocks",
+    "programs",
+    "lanes",
+]
 
 
 @triton.jit(
@@ -47,6 +57,7 @@ def _combine_kernel(
     seqs_per_kv_a,
     q_blocks_a,
     programs_a,
+    lanes_a,
     block_list_stride_b,
     n_groups_b,
     work_tiles_b,
@@ -55,6 +66,7 @@ def _combine_kernel(
     seqs_per_kv_b,
     q_blocks_b,
     programs_b,
+    lanes_b,
     window,
     batch,
     VALUE_DIM: tl.constexpr,
@@ -62,7 +74,6 @@ def _combine_kernel(
     SPACES: tl.constexpr,
     WINDOW: tl.constexpr,
     INT64_TILES: tl.constexpr,
-    Q_BLOCKS_FIRST: tl.constexpr,
     WHOLES: tl.constexpr,
     MAX_AND_SUM_OUT: tl.constexpr,
     PARTIALS: tl.constexpr,
@@ -92,6 +103,7 @@ def _combine_kernel(
             seqs_per_kv_a,
             q_blocks_a,
             programs_a,
+            lanes_a,
         )
         slots_a = find_partials(
             sequence,
@@ -106,7 +118,6 @@ def _combine_kernel(
             SPACE_A,
             WINDOW,
             INT64_TILES,
-            Q_BLOCKS_FIRST,
             OWN_PART if SHARED else 0,
         )
         if not FOLD_WHOLE:
@@ -122,6 +133,7 @@ def _combine_kernel(
             seqs_per_kv_b,
             q_blocks_b,
             programs_b,
+            lanes_b,
         )
         if SHARED:  # one launch leaves the states of both levels
             entries = LEVELS * batch

@@ -36,6 +36,7 @@ from tatten.ops.cuda.kernels.tile_scheduler import (
     first_tile,
     own_start,
     sequences_of,
+    share_of_program,
     shared_span,
     tile_space,
     tiles_of_chunk,
@@ -71,6 +72,7 @@ _SIZES = [
     "q_blocks",
     "programs",
     "batch",
+    "lanes",
 ]
 
 
@@ -109,6 +111,7 @@ def _decode_kernel(
     q_blocks,
     programs,
     batch,
+    lanes,
     KV_S: tl.constexpr,
     DIMS: tl.constexpr,
     SPACE: tl.constexpr,
@@ -144,6 +147,7 @@ def _decode_kernel(
     CHUNK: tl.constexpr = SPACE[3]
     MAX_AND_SUM: tl.constexpr = SPACE[4]
     MARGIN: tl.constexpr = SPACE[5]
+    LANES: tl.constexpr = SPACE[6]
     KEY_SCALE: tl.constexpr = SCALES[0]
     VALUE_SCALE: tl.constexpr = SCALES[1]
     MASK: tl.constexpr = 0 if mask is None else 1 if mask.dtype.element_ty == tl.uint8 else 2
@@ -180,6 +184,7 @@ def _decode_kernel(
         q_len,
         programs,
         batch,
+        lanes,
         SPACE,
         WINDOW,
         pages[1] if PART else None,
@@ -188,6 +193,10 @@ def _decode_kernel(
     groups = tl.arange(0, GROUPS)
     program = tl.program_id(0)
     total_tiles = tl.max(ends, axis=0)
+    if LANES:
+        lane_tiles = total_tiles
+        program = share_of_program(program, programs, lanes)
+        total_tiles *= lanes
     active_programs = active_programs_of(programs, total_tiles, PART)
     if PART == SHARED_PART:  # there may be no row group
         active_programs = tl.maximum(active_programs, 1)
@@ -203,14 +212,20 @@ def _decode_kernel(
 
     tile = program_start
     while tile < program_end:
-        group = tl.sum((ends <= tile).to(tl.int32), axis=0)
+        tile_in_lane = tile
+        if LANES:
+            lane = tile // lane_tiles
+            tile_in_lane -= lane * lane_tiles
+        group = tl.sum((ends <= tile_in_lane).to(tl.int32), axis=0)
         n_tiles = tl.sum(tl.where(groups == group, tiles, 0), axis=0)
         shares = chunks_of(tiles, CHUNK) + 2 * margin  # the unit of the tile space: chunks, or tiles
-        tile_in_group = tile - tl.sum(tl.where(groups < group, shares * work_tiles, 0), axis=0)
+        tile_in_group = tile_in_lane - tl.sum(tl.where(groups < group, shares * work_tiles, 0), axis=0)
         n_shares = chunks_of(n_tiles, CHUNK) + 2 * margin
         work_tile = tile_in_group // n_shares
         first = tile_in_group - work_tile * n_shares
         work_tile += group * work_tiles
+        if LANES:
+            work_tile = work_tile * lanes + lane
         if CHUNK:
             chunk = tiles_of_chunk(n_tiles, CHUNK)
             first *= chunk

@@ -8,8 +8,9 @@ handed over in shared memory. There `p` takes the place of its tile's rope, whic
 are done. The schedule is FlashMLA's (https://github.com/deepseek-ai/FlashMLA, "seesaw"). A producer warp loads the next
 tile into a place by TMA, each half as soon as the warpgroup that sums its values is done with it.
 
-The tile space, the order of packed queries and the slots of partial states are those of the decode kernel, except for
-`q_blocks_first`. A visit goes through its tiles backwards, so that only its first one can have keys beyond the end.
+The tile space, the order of packed queries and the slots of partial states are those of the decode kernel, with a lane
+for each block of packed queries. A visit goes through its tiles backwards, so that only its first one can have keys
+beyond the end.
 
 A mask that is the same for all queries of a sequence is read by its block list, whose run of full blocks needs no mask.
 TMA reads a whole block, so latents that no query attends to may be NaN. As soon as all scores of a tile are done, each

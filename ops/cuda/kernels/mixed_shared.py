@@ -276,7 +276,7 @@ def _combine_shared_kernel(
                 (out, lse, partial_out, partial_lse),
                 shared_states,
                 (few, many, few_programs, many_programs, kv_heads, heads_per_kv, batch),
-                (0, 0, work_tiles, 0, kv_heads, seqs_per_kv, q_blocks, shared_programs),
+                (0, 0, work_tiles, 0, kv_heads, seqs_per_kv, q_blocks, shared_programs, 1),
                 dims,
                 SEQUENCES,
                 SPACE,

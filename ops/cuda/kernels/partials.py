@@ -33,14 +33,14 @@ def find_partials(
     SPACE: tl.constexpr,
     WINDOW: tl.constexpr,
     INT64_TILES: tl.constexpr,
-    Q_BLOCKS_FIRST: tl.constexpr = False,
     PART: tl.constexpr = 0,
 ):
     """Find the slots of the partial states of output states: the first, the others, and their number."""
     BLOCK_M: tl.constexpr = SPACE[0]
     GROUPS: tl.constexpr = SPACE[2]
     CHUNK: tl.constexpr = SPACE[3]
-    block_list_stride, n_groups, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs = sizes
+    LANES: tl.constexpr = SPACE[6]
+    block_list_stride, n_groups, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs, lanes = sizes
     _, _, _, _, kv_lens, block_list, row_groups, shared = partials
     if row_groups is not None:
         sequence = tl.load(row_groups + 3 * (batch + 1) + sequence)  # its place
@@ -56,6 +56,7 @@ def find_partials(
         q_len,
         programs,
         batch,
+        lanes,
         SPACE,
         WINDOW,
         shared,
@@ -65,23 +66,22 @@ def find_partials(
     total_tiles = tl.max(ends, axis=0)
     heads_per_kv = q_heads // kv_heads
     q_row = (head % heads_per_kv * seqs_per_kv + sequence % seqs_per_kv) * q_len + position
-    kv_tile = sequence // seqs_per_kv * kv_heads + head // heads_per_kv
-    if Q_BLOCKS_FIRST:
-        work_tile = q_row // BLOCK_M * (work_tiles // q_blocks) + kv_tile
-    else:
-        work_tile = kv_tile * q_blocks + q_row // BLOCK_M
+    work_tile = (sequence // seqs_per_kv * kv_heads + head // heads_per_kv) * q_blocks + q_row // BLOCK_M
+    if LANES:
+        lane_start = work_tile % lanes * total_tiles
+        work_tile = work_tile // lanes
+        total_tiles *= lanes
     if GROUPS == 1:
         n_tiles = tl.max(tiles, axis=0)
         start = work_tile * n_tiles
     else:
-        group = kv_tile if Q_BLOCKS_FIRST else work_tile // work_tiles
+        group = work_tile // work_tiles
         in_group = tl.arange(0, GROUPS)[None, :] == group[:, None]
         n_tiles = tl.sum(tl.where(in_group, tiles[None, :], 0), axis=1)
         group_end = tl.sum(tl.where(in_group, ends[None, :], 0), axis=1)
-        if Q_BLOCKS_FIRST:  # one block of queries after the other, each for all groups; a kv_row has one kv head
-            start = q_row // BLOCK_M * (total_tiles // q_blocks) + group_end // q_blocks - n_tiles
-        else:
-            start = group_end - (work_tiles - work_tile % work_tiles) * (n_tiles + 2 * margin) + margin
+        start = group_end - (work_tiles - work_tile % work_tiles) * (n_tiles + 2 * margin) + margin
+    if LANES:
+        start += lane_start
     if CHUNK:  # each chunk has its own slot
         slot = start * BLOCK_M + q_row % BLOCK_M
         return slot, slot, n_tiles + 0 * start
@@ -98,7 +98,7 @@ def find_shared_partials(
     `TILE_ENDS` counts the tiles of the row groups, so that no program adds them up.
     """
     BLOCK_M: tl.constexpr = SPACE[0]
-    _, _, work_tiles, _, kv_heads, seqs_per_kv, q_blocks, programs = sizes
+    _, _, work_tiles, _, kv_heads, seqs_per_kv, q_blocks, programs, _ = sizes
     shared = partials[7]
     place = tl.load(shared + _PLACES * (entries + 1) + entry)
     shares = place >= 0

@@ -11,8 +11,12 @@ store a state, load queries and fill its pipeline. Programs with many short work
 within a margin falls between work tiles. Work tiles of equal length have no margins, as each may be cut evenly. A
 margin is no longer than the shortest work tile: a batch padded with empty sequences, which cost little, has none.
 
-`SPACE` has the constants of a tile space: BLOCK_M, BLOCK_N, GROUPS, CHUNK, MAX_AND_SUM and MARGIN, in the order of
-`tatten.ops.cuda.tile_space.TileSpace.constants`. Its members have no names, because Inductor can't write named ones.
+With `LANES`, the tile space has `lanes` parts of equal length. Lane i has every `lanes`-th work tile of a group, from
+work tile i on. Neighbouring programs take shares of different lanes, and go through neighbouring work tiles in step:
+other heads of the same keys, which are neighbours in memory, or other queries of the same keys.
+
+`SPACE` has the constants of a tile space: BLOCK_M, BLOCK_N, GROUPS, CHUNK, MAX_AND_SUM, MARGIN and LANES, in the order
+of `tatten.ops.cuda.tile_space.TileSpace.constants`. Its members have no names, because Inductor can't write named ones.
 """
 
 from __future__ import annotations
@@ -43,21 +47,23 @@ def tile_space(
     q_len,
     programs,
     batch,
+    lanes,
     SPACE: tl.constexpr,
     WINDOW: tl.constexpr,
     shared=None,
     PART: tl.constexpr = 0,
 ):
-    """Count the tiles of a work tile of each group, and find where the group ends in the tile space.
+    """Count the tiles of a work tile of each group, and find where the group ends in a lane.
 
-    A group has one length: it is a kv_row, or all of them together. It has `work_tiles` work tiles. Their number is
-    returned, too: with row groups, which take the place of kv_rows, only the device knows it. The last result is the
-    margin. With chunks the ends count chunks.
+    A group has one length: it is a kv_row, or all of them together. It has `work_tiles` work tiles. The third result is
+    their number in a lane: with row groups, which take the place of kv_rows, only the device knows it. The last result
+    is the margin. With chunks the ends count chunks.
     """
     BLOCK_N: tl.constexpr = SPACE[1]
     GROUPS: tl.constexpr = SPACE[2]
     CHUNK: tl.constexpr = SPACE[3]
     MARGIN: tl.constexpr = SPACE[5]
+    LANES: tl.constexpr = SPACE[6]
     groups = tl.arange(0, GROUPS)
     if row_groups is not None:
         n_row_groups = tl.load(row_groups + batch)
@@ -88,9 +94,12 @@ def tile_space(
     if MARGIN:
         least = tl.min(tl.where(exists, tiles, 1 << 30), axis=0)
     tiles = tl.where(exists, tl.maximum(tiles, 1), 0)  # the output of an empty kv_row is written too
+    if LANES:
+        work_tiles = work_tiles // lanes
     ends, margin = tl.cumsum(chunks_of(tiles, CHUNK) * work_tiles, axis=0), 0
     if MARGIN:
-        margin = tl.minimum(tl.minimum(tl.max(ends, axis=0) // (2 * programs), least), MARGIN)
+        total = tl.max(ends, axis=0) * (lanes if LANES else 1)
+        margin = tl.minimum(tl.minimum(total // (2 * programs), least), MARGIN)
         margin = tl.where(least == tl.max(tiles, axis=0), 0, margin)
         ends += 2 * margin * work_tiles * tl.minimum(groups + 1, n_groups)
     return tiles, ends, work_tiles, margin
@@ -138,6 +147,15 @@ def sequences_of(row_groups, batch, group, slot, ok):
     start, end = tl.load(starts + group), tl.load(starts + group + 1)
     ok = ok & (start + slot < end)
     return tl.load(starts + batch + 1 + start + slot, mask=ok, other=0).to(tl.int64), ok
+
+
+@triton.jit
+def share_of_program(program, programs, lanes):
+    """Return the index of a program's share: those of neighbouring programs are in different lanes.
+
+    `programs` is a multiple of `lanes`. Shares are numbered in the order of the tile space, lane by lane.
+    """
+    return program % lanes * (programs // lanes) + program // lanes
 
 
 @triton.jit

@@ -26,8 +26,9 @@ from tatten.ops.kernel_signatures import bifurcated_call, decode_call
 
 def attend(
     dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, sm90=False, float8=False, int8=False,
-    per_key=False, indexed=False, page=0, **options
+    per_key=False, indexed=False, page=0, lanes=False, **options
 ):
+    decode_grid._most_lanes = lambda *_: 8 if lanes else 1
     dtype, kv_len = getattr(torch, dtype), 4096
     kv_dtype = torch.float8_e4m3fn if float8 else torch.int8 if int8 else dtype
     def empty(*shape, dtype=dtype):
@@ -96,6 +97,9 @@ PER_SEQUENCE, LENS = {"mask": ("bool", 2, 1, 1)}, {"lens": True}
 FLOAT8, INT8, PER_KEY = {"float8": True}, {"int8": True}, {"per_key": True}
 EXTRAS = {"window": 1000, "softcap": 30.0, "sinks": True}
 CAPPED = {"softcap": 30.0, "sinks": True, "final": False, "beside_previous": True}
+FOUR_ON_AN_SM, FOUR_STAGES, THREE_ON_AN_SM = (
+    {"lanes": True, "tiles": tiles} for tiles in ((16, 32, 4, 3, 4, 128), (16, 64, 4, 4), (16, 64, 4, 3, 3, 160))
+)
 
 
 def shapes(dtype: str, dims: tuple[int, ...], rows: tuple[int, ...], *options: dict[str, object]) -> list[Variant]:
@@ -162,6 +166,16 @@ GROUPS: dict[str, list[Variant]] = {
         *shapes("bfloat16", (64,), (4,), *({"page": page, "tiles": (16, 64, 4, 3, 4, 128)} for page in (16, 32, 64))),
         (("bfloat16", 64, 4), {"page": 16, "tiles": (16, 128, 4, 2, 3, 160)}),
         *shapes("bfloat16", (128,), (32,), *({**x, "tiles": (32, 64, 4, 3, 2, 192)} for x in ({"page": 16}, LENS))),
+        *shapes("bfloat16", (128,), (4,), *({"page": page, "tiles": (16, 64, 4, 4)} for page in (64, 256))),
+    ],
+    "pages, in step": [
+        *shapes("bfloat16", (64, 128), (4,), *({"page": page, "lanes": True} for page in (1, 16, 64, 256))),
+        *shapes("bfloat16", (128,), (4,), *({"page": page, **FOUR_ON_AN_SM} for page in (1, 8, 16, 32))),
+        (("bfloat16", 128, 4), {"page": 1, "lanes": True, "tiles": (16, 64, 4, 2, 3, 160)}),
+        *shapes("bfloat16", (128,), (4,), *({"page": page, **FOUR_STAGES} for page in (64, 256))),
+        *shapes("bfloat16", (64,), (4,), *({"page": page, **THREE_ON_AN_SM} for page in (16, 64))),
+        *shapes("bfloat16", (128,), (4,), *({"page": page, "lanes": True, **EXTRAS} for page in (16, 256))),
+        *shapes("bfloat16", (128,), (4,), *({"page": page, "lanes": True, **PER_SEQUENCE} for page in (16, 256))),
     ],
     "pages, many rows": shapes("bfloat16", (128,), (32, 64, 128), *({"page": page} for page in (1, 16, 256))),
     "pages and variants": [

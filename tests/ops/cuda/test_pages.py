@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from op_bounds import assert_within_bound
 from paged_calls import PagedCall, draw_paged_call
+from pages_kernel import assert_same_in_16_bits
 from poison import fresh_memory_is_poison
 from slow import slow_but
 
@@ -33,20 +34,49 @@ def calls(draw: st.DrawFn) -> PagedCall:
 @pytest.mark.parametrize("n", slow_but([12], [12, 200]))
 def test_random_calls(n: int) -> None:
     @settings(n)
-    @given(calls(), st.integers(1, 9), st.sampled_from([None, 16, 64]))
-    def test(drawn: PagedCall, programs: int, block_n: int | None) -> None:
+    @given(calls(), st.integers(1, 9), st.sampled_from([None, 16, 64]), st.sampled_from([1, 1, 8]))
+    def test(drawn: PagedCall, programs: int, block_n: int | None, lanes: int) -> None:
         """`block_n`: the keys of a tile, if no mask decides it."""
+        from tatten.ops.cuda import decode_grid
         from tatten.ops.cuda.decode import plan_attention
         from tatten.ops.cuda.heuristics import Tiles
 
         inputs, dense = drawn.inputs()
         call = decode_call(**inputs)
         tiles = None if block_n is None else Tiles(16, block_n, 4, 2)
-        with fresh_memory_is_poison():
+        with fresh_memory_is_poison(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decode_grid, "_most_lanes", lambda *_: lanes)
             out, lse = plan_attention(call, programs=programs, tiles=tiles)(call)
         assert_within_bound(out, lse, dense, parts=programs + 1)
 
     test()
+
+
+@interpreted
+@pytest.mark.parametrize("lanes, programs", [(2, 6), (4, 4), (8, 16), (8, 64)])
+@pytest.mark.parametrize("lengths", [[430, 50, 60, 240], [130, 1, 0, 64], [128] * 4, [500]], ids=str)
+def test_programs_that_go_in_step(
+    lanes: int, programs: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tatten.ops.cuda import decode_grid
+    from tatten.ops.cuda.decode import plan_attention
+    from tatten.ops.cuda.heuristics import Tiles
+
+    monkeypatch.setattr(decode_grid, "_most_lanes", lambda *_: lanes)
+    torch.manual_seed(0)
+    batch, page = len(lengths), 16
+    query, (key, value) = torch.randn(batch, 16, 1, 16).bfloat16(), torch.randn(2, 140, page, 8, 16).bfloat16()
+    table = torch.randperm(140)[: 32 * batch].view(batch, 32).int()
+    inputs = {"query": query, "key": key, "value": value, "block_table": table, "kv_lens": torch.tensor(lengths)}
+    mask = torch.rand(batch, 1, 1, 512) < 0.5
+    for variant in ({}, {"window": 100, "softcap": 5.0}, {"attn_mask": mask}):
+        call = decode_call(**inputs, **variant)
+        plan = plan_attention(call, programs=programs, tiles=Tiles(16, 16, 4, 2))
+        space = plan.segment.tile_space
+        assert (space.lanes, space.margin > 0) == (lanes, batch > 1)
+        with fresh_memory_is_poison():
+            state = plan(call)
+        assert_same_in_16_bits(state, decode_attention_reference(**inputs, **variant))
 
 
 @pytest.mark.drawn(3)

@@ -128,6 +128,33 @@ def test_offsets_beyond_32_bits() -> None:
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("variant", [{}, {"window": 3000, "softcap": 20.0}, {"masked": True}], ids=str)
+@pytest.mark.parametrize("page", [1, 16, 64, 256])
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_programs_that_go_in_step(
+    batch: int, page: int, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over large pools on an H200, whatever the GPU."""
+    from tatten.ops.cuda import decode_grid, page_tiles
+    from tatten.ops.cuda.decode import plan_attention
+    from tatten.ops.kernel_signatures import decode_call
+
+    monkeypatch.setattr(decode_grid, "LEAST_BYTES_IN_STEP", 0)
+    monkeypatch.setattr(decode_grid, "page_table", lambda device: page_tiles.ON_H200)
+    columns = 4096 // page
+    inputs = random_pages(batch, page, columns, batch * columns) | variant
+    if inputs.pop("masked", False):
+        inputs["attn_mask"] = torch.rand(batch, 1, 1, 4096, device="cuda") < 0.5
+    call = decode_call(**inputs)
+    plan = plan_attention(call)
+    assert plan.segment.tile_space.lanes in (4, 8)
+    with fresh_memory_is_poison():
+        out, lse = plan(call)
+    want, want_lse = decode_attention_reference(**inputs)
+    torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("page", [1, 16, 256])
 def test_bits_of_a_sequence_do_not_depend_on_the_others(page: int) -> None:
     inputs = random_pages(16, page, 4096 // page, 20 * 4096 // page)

@@ -17,7 +17,7 @@ from tatten.ops.cuda import decode_grid, page_tiles
 from tatten.ops.cuda.gpu_rates import GpuRates
 from tatten.ops.cuda.heuristics import Tiles, combining_pays, latent_programs_for
 from tatten.ops.cuda.mask_plan import MaskPlan
-from tatten.ops.cuda.page_tiles import FEW_KEYS, FOUR_PER_SM, OF_32_ROWS, OF_64, OF_128
+from tatten.ops.cuda.page_tiles import FEW_KEYS, FOUR_PER_SM, OF_32_ROWS, OF_64, OF_128, OF_LARGE_PAGES, ONE_PER_SM
 from tatten.ops.cuda.recording import Recorder, recorder
 from tatten.ops.cuda.tile_space import TileSpace
 
@@ -100,6 +100,25 @@ def test_margins_are_at_most_half_of_a_programs_tiles_and_the_shortest_work_tile
     assert margins == [4, 4, 3, 2, 1, 0]
     assert Schedule((2, 18), programs=1, most_margin=4).margin == 2
     assert Schedule((20, 20), programs=2, most_margin=4).margin == 0  # equal lengths are cut evenly without
+
+
+@pytest.mark.parametrize("lanes", [2, 4, 8])
+def test_neighbouring_programs_go_through_the_same_keys(lanes: int) -> None:
+    from tatten.ops.cuda.kernels.tile_scheduler import share_of_program
+
+    rng = random.Random(lanes)
+    for _ in range(20):
+        lengths, programs = rng.choices(range(1, 900), k=rng.randint(1, 9)), lanes * rng.randint(1, 9)
+        s = Schedule.of_lengths(lengths, 16, 8, programs, lanes=lanes, most_margin=rng.choice((0, 3)))
+        shares = [share_of_program.fn(program, programs, lanes) for program in range(programs)]
+        assert sorted(shares) == [*range(programs)]
+        of_lane = len(s.tiles) // lanes
+        for first in range(0, programs, lanes):
+            visits = [s.visits(share) for share in shares[first : first + lanes]]
+            if s.active_programs == programs:
+                keys = [[(v.work_tile % of_lane, v.start, v.stop) for v in of_share] for of_share in visits]
+                assert all(x == keys[0] for x in keys)
+                assert all(v.work_tile // of_lane == i for i, of_share in enumerate(visits) for v in of_share)
 
 
 def test_only_as_many_programs_as_have_work_take_part(schedules: list[Schedule]) -> None:
@@ -242,6 +261,42 @@ def test_where_combining_pays_on_an_h200(sequences: int, kv_heads: int, keys: in
     assert combining_pays(sequences * kv_heads, tiles, tile_us, 264, h200) == pays
 
 
+@pytest.mark.parametrize("table, most", [(page_tiles.ON_H100, 1), (page_tiles.ON_H200, 8)], ids=["H100", "H200"])
+def test_programs_go_through_the_heads_of_large_pools_in_step(
+    table: page_tiles.PageTable, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_grid, "page_table", lambda device: table)
+
+    def lanes(kv_heads: int = 8, programs: int = 264, keys: int = 1 << 17, block_m: int = 16, **variant: Any) -> int:
+        dtype = variant.pop("dtype", torch.bfloat16)
+        query = torch.empty(4, 8 * kv_heads, variant.pop("q_len", 1), 128, dtype=dtype, device="meta")
+        pool = torch.empty(variant.pop("pages", 4 * keys // 16), 16, kv_heads, 128, dtype=dtype, device="meta")
+        pool = pool.transpose(1, 2)
+        if variant.pop("heads_first", False):
+            pool = pool.contiguous()
+        block_table = torch.empty(4, keys // 16, dtype=torch.int32, device="meta")
+        in_order = torch.empty(4, kv_heads, keys, 128, dtype=dtype, device="meta")
+        paged, shared = variant.pop("paged", True), block_table if variant.pop("shared", False) else None
+        lens = torch.empty(4, dtype=torch.int32, device="meta")
+        stored = (
+            KeyValue(pool, pool, kv_lens=lens, block_table=block_table, shared_pages=shared)
+            if paged
+            else KeyValue(in_order, in_order, kv_lens=lens)
+        )
+        call = AttentionCall("decode_attention", query, (stored,), **variant)
+        tiles = Tiles(block_m, 64, 4, 2)
+        place = decode_grid.Place()
+        return decode_grid.plan_tile_space(call, stored, MaskPlan(4, False), tiles, place, programs).lanes
+
+    assert lanes() == lanes(dtype=torch.float16) == most
+    assert [lanes(programs=programs) for programs in (396, 130, 131)] == [min(most, x) for x in (4, 2, 1)]
+    assert [lanes(kv_heads) for kv_heads in (20, 6, 1, 16)] == [min(most, x) for x in (4, 2, 1, 8)]
+    assert lanes(4, q_len=4) == most  # blocks of queries, too
+    assert lanes(keys=1 << 15) == lanes(2, q_len=1) == lanes(paged=False) == lanes(shared=True) == 1
+    assert lanes(heads_first=True) == lanes(pages=1000) == 1  # heads a page apart, and a smaller pool
+    assert lanes(batch_invariant=True) == lanes(block_m=32) == lanes(dtype=torch.float32) == 1
+
+
 @pytest.mark.parametrize("block_n, margin", [(32, 4), (64, 2), (128, 1), (256, 0)])
 def test_sequences_with_lengths_of_their_own_have_margins(block_n: int, margin: int) -> None:
     """Other launches have equal work tiles, cuts that no other sequence moves, or no registers left."""
@@ -336,6 +391,13 @@ VARIANTS: list[dict[str, Any]] = [
         (48, 4096, 32, 128, OF_128, OF_128, FOUR_PER_SM),
         (32, 4096, 32, 128, OF_128, OF_128, OF_128),
         (48, 4096, 64, 128, OF_128, OF_128, OF_128),
+        (16, 8192, 64, 128, OF_128, OF_128, ONE_PER_SM),
+        (16, 4096, 64, 128, OF_128, OF_128, OF_128),
+        (17, 8192, 64, 128, OF_128, OF_128, OF_128),  # more work tiles than SMs
+        (16, 4096, 256, 128, OF_LARGE_PAGES, OF_LARGE_PAGES, ONE_PER_SM),
+        (16, 8192, 128, 128, OF_LARGE_PAGES, OF_LARGE_PAGES, ONE_PER_SM),
+        (17, 8192, 256, 128, OF_LARGE_PAGES, OF_LARGE_PAGES, OF_LARGE_PAGES),
+        (16, 8192, 0, 128, OF_LARGE_PAGES, OF_LARGE_PAGES, OF_LARGE_PAGES),
         (16, 8192, 64, 64, OF_64, FOUR_PER_SM, SHORT_64),
         (48, 4096, 64, 64, OF_64, FOUR_PER_SM, SHORTER_64),
         (48, 4096, 32, 64, OF_64, OF_64, SHORTER_64),
