@@ -20,32 +20,35 @@ from tatten.ops.sizes import ceil_div, power_of_2
 
 LEVELS = 2  # a system prompt and a question, or a question and its samples
 UNIT_KEYS = 128  # the keys of the widest tile of kernels over shared pages
-# The most sequences of a row group: with 4 query heads for each kv head they fill a tile of 128 packed queries.
-GROUP_SIZE = 32
+# The most sequences of a row group, in each grouping. With 4 query heads for each kv head, 32 sequences fill a tile of
+# 128 packed queries. With one query head, 64 sequences fill a tile of 64.
+GROUP_SIZES = (32, 64)
 # A run of fewer keys for each query is not shared. Its float32 states, the leader's included, are written and read:
 # 16 bytes for each column of a query head. A key and its value in 16 bits have 4 for each kv head, so 64 keys weigh as
 # much as the states of 16 query heads.
 LEAST_KEYS = 64
 
-# The rows of the result. With n = LEVELS * batch, entry `level * batch + b` is sequence b at a level. The first 4 are
-# those of `tatten::row_groups` for n sequences, of which only entries with a run take part.
+# The rows of a grouping; the result has those of one grouping after the other. With n = LEVELS * batch, entry `level *
+# batch + b` is sequence b at a level. The first 4 are those of `tatten::row_groups` for n sequences, of which only
+# entries with a run take part.
 (
     LEADERS,  # [:n] the leader of each row group, [n] the number of row groups
     BEGINS,  # the position in ORDER where each row group begins, and from the last one on the number of entries in it
     ORDER,  # entries with a run, by level and leader, the longest first; then the others
-    PLACES,  # for each entry: row group times `most_members` plus slot, or -1
+    PLACES,  # for each entry: row group times its most sequences plus slot, or -1
     STARTS,  # the first key of each row group
     STOPS,  # one past the last key of its longest run
     ENTRY_STOPS,  # for each entry: one past the last key of its run, or 0
     OWN,  # [:batch] the first key of each sequence's own part
     TILE_ENDS,  # tiles of UNIT_KEYS keys in the row groups up to each, and from the last one on in all of them
 ) = range(9)
-ROWS = 9
+ROWS_OF_GROUPING = 9
+ROWS = len(GROUP_SIZES) * ROWS_OF_GROUPING
 
 
-def most_members(batch: int) -> int:
-    """Return the largest number of sequences in a row group, a power of two, for a batch of this size."""
-    return min(GROUP_SIZE, power_of_2(batch))
+def group_sizes(batch: int) -> list[int]:
+    """Return the most sequences of a row group in each grouping, powers of two, for a batch of this size."""
+    return [min(size, power_of_2(batch)) for size in GROUP_SIZES]
 
 
 def unit_pages(page_size: int) -> int:
@@ -117,7 +120,7 @@ def shared_pages_reference(block_table: Tensor, kv_lens: Tensor, n_pages: int, p
 def _cut(leaders: Tensor, starts: Tensor, stops: Tensor, own_start: Tensor, n_units: int, keys: int) -> Tensor:
     """Sort the entries of all levels into row groups. Leaders, starts and stops are `[LEVELS, batch]`, in units."""
     levels, batch = leaders.shape
-    n, size = levels * batch, most_members(batch)
+    n = levels * batch
     group = (torch.arange(levels, device=own_start.device)[:, None] * batch + leaders).flatten()
     starts, stops, leaders = starts.flatten(), stops.flatten(), leaders.flatten()
     active = stops > starts
@@ -127,25 +130,29 @@ def _cut(leaders: Tensor, starts: Tensor, stops: Tensor, own_start: Tensor, n_un
     group, positions = group[order], torch.arange(n, device=own_start.device)
     opens = torch.cat((torch.ones_like(active[:1]), group[1:] != group[:-1]))
     rank = positions - torch.where(opens, positions, 0).cummax(dim=0).values
-    begins = (rank % size == 0) & (group < n)
-    number = begins.cumsum(0) - 1
-    target = torch.where(begins, number, n)  # entries that begin no row group write to a column that is cut off
     zero, n_entries = own_start.new_zeros(1), active.sum()[None]
 
-    def by_row_group(x: Tensor, fill: Tensor, last: Tensor) -> Tensor:
-        return torch.cat((fill.expand(n + 1).index_copy(0, target, x)[:n], last))
+    def grouping(size: int) -> Tensor:
+        begins = (rank % size == 0) & (group < n)
+        number = begins.cumsum(0) - 1
+        target = torch.where(begins, number, n)  # entries that begin no row group write to a column that is cut off
 
-    place = torch.where(group < n, number * size + rank % size, -1)
-    tiles = torch.where(begins, (stops - starts)[order] * keys // UNIT_KEYS, 0).cumsum(0)
-    rows = {
-        LEADERS: by_row_group(leaders[order], zero, begins.sum()[None]),
-        BEGINS: by_row_group(positions, n_entries, n_entries),
-        ORDER: torch.cat((order, zero)),
-        PLACES: torch.cat((torch.empty_like(positions).index_copy(0, order, place), zero)),
-        STARTS: by_row_group(starts[order] * keys, zero, zero),
-        STOPS: by_row_group(stops[order] * keys, zero, zero),
-        ENTRY_STOPS: torch.cat((torch.where(active, stops * keys, 0), zero)),
-        OWN: torch.cat((own_start * keys, own_start.new_zeros(n + 1 - batch))),
-        TILE_ENDS: by_row_group(tiles, tiles[-1:], tiles[-1:]),
-    }
-    return torch.stack([rows[row] for row in range(ROWS)]).to(torch.int32)
+        def by_row_group(x: Tensor, fill: Tensor, last: Tensor) -> Tensor:
+            return torch.cat((fill.expand(n + 1).index_copy(0, target, x)[:n], last))
+
+        place = torch.where(group < n, number * size + rank % size, -1)
+        tiles = torch.where(begins, (stops - starts)[order] * keys // UNIT_KEYS, 0).cumsum(0)
+        rows = {
+            LEADERS: by_row_group(leaders[order], zero, begins.sum()[None]),
+            BEGINS: by_row_group(positions, n_entries, n_entries),
+            ORDER: torch.cat((order, zero)),
+            PLACES: torch.cat((torch.empty_like(positions).index_copy(0, order, place), zero)),
+            STARTS: by_row_group(starts[order] * keys, zero, zero),
+            STOPS: by_row_group(stops[order] * keys, zero, zero),
+            ENTRY_STOPS: torch.cat((torch.where(active, stops * keys, 0), zero)),
+            OWN: torch.cat((own_start * keys, own_start.new_zeros(n + 1 - batch))),
+            TILE_ENDS: by_row_group(tiles, tiles[-1:], tiles[-1:]),
+        }
+        return torch.stack([rows[row] for row in range(ROWS_OF_GROUPING)]).to(torch.int32)
+
+    return torch.cat([grouping(size) for size in group_sizes(batch)])

@@ -94,13 +94,14 @@ def plan_combine(
     wholes: Sequence[bool] = (),
     dtype: torch.dtype | None = None,
     max_and_sum: bool = False,
-    shared: bool = False,
+    shared_row: int | None = None,
     pdl: bool = True,
 ) -> Combine:
     """Plan the combine of launches on `spaces`, two at most, and of whole states, for values of head_dim `value_dim`.
 
     `wholes` has an entry for each set of whole states: True if it has maximum and sum instead of the lse. `dtype`
-    defaults to that of the partials. `shared`: the second launch is over pages that sequences of the first one share.
+    defaults to that of the partials. `shared_row`: if the second launch is over pages that sequences of the first one
+    share, the first row of its grouping in the result of `tatten::shared_pages`.
     """
     batch, q_heads, q_len, _ = query.shape
     writes = None
@@ -115,6 +116,7 @@ def plan_combine(
     pdl = pdl and not INTERPRETED and has_early_launches(query.device)
     dim = max(16, power_of_2(value_dim))
     partials = min(64, power_of_2(max([x.most_partials(batch, dim > WIDE) for x in spaces] or [1])))
+    shared = shared_row is not None
     if shared:  # few states have more partials, and room for them costs more than another pass
         partials = min(partials, 8)
     few = n_states < gpu_rates(query.device).many_states
@@ -146,6 +148,7 @@ def plan_combine(
         PARTIALS=partials,
         BLOCK_STATES=states,
         SHARED=shared,
+        FIRST_ROW=shared_row or 0,
         PDL=pdl,
     )
     return Combine(launch, writes)

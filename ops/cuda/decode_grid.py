@@ -28,7 +28,7 @@ from tatten.ops.cuda.page_tiles import page_table, resized_tiles
 from tatten.ops.cuda.recording import may_limit_registers
 from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.cuda.tuning import gpu_rates
-from tatten.ops.page_runs import most_members
+from tatten.ops.page_runs import group_sizes
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.validation import BLOCK_KEYS
 
@@ -64,7 +64,7 @@ class Place:
 
 def _seqs_and_rows(query: Tensor, stored: KeyValue) -> tuple[int, int]:
     if stored.block_table is not None:
-        return (1 if stored.row_groups is None else most_members(query.shape[0])), query.shape[0]
+        return (1 if stored.row_groups is None else group_sizes(query.shape[0])[0]), query.shape[0]
     return seqs_and_rows(query, stored.key, stored.row_groups is not None)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.block_lists import combine_programs, list_sizes, writes_of
 from tatten.ops.cuda.decode import SegmentLaunch
@@ -15,9 +17,9 @@ from tatten.ops.cuda.kernels.mixed_shared import LISTS, _combine_shared_kernel, 
 from tatten.ops.cuda.kernels.query_blocks import FEW_ROWS
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.ragged_launches import AttendBlocks, BlockClass, attend_launches, has_pdl, heads_per_kv
-from tatten.ops.cuda.shared_attention import plan_shared_part
+from tatten.ops.cuda.shared_attention import first_row_of, plan_shared_part
 from tatten.ops.mixed_batch import MixedCall
-from tatten.ops.page_runs import LEVELS, UNIT_KEYS, most_members
+from tatten.ops.page_runs import LEVELS, ROWS_OF_GROUPING, UNIT_KEYS
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import State
 
@@ -62,6 +64,13 @@ def plan_shared_blocks(
     query, (_, q_heads, dim), batch = call.query, call.query.shape, call.batch
     # No block of a sequence may begin within a tile.
     assert all(UNIT_KEYS % x.tiles.block_n == 0 for x in classes)
+    queries = Dense.of((batch, q_heads, 1, dim), query.dtype)
+    like = query.new_empty(queries.shape)  # a plan sees layouts alone
+    assert call.shared_pages is not None
+    kept_rows = call.shared_pages.narrow(0, 0, ROWS_OF_GROUPING)
+    steps = call.sequences(like, call.block_table, call.kv_lens, call.shared_pages)
+    (stored,) = steps.segments
+    shared_part = plan_shared_part(steps, stored._replace(kv_lens=None, row_groups=kept_rows), programs)
     pdl = has_pdl(call)
     list_blocks = Launch(
         _list_shared_kernel,
@@ -71,17 +80,12 @@ def plan_shared_blocks(
         q_heads=q_heads,
         **list_sizes(call, *classes, on_hopper),
         ENTRIES=power_of_2(LEVELS * batch + 1),
-        MEMBERS=most_members(batch),
+        MEMBERS=shared_part.tile_space.seqs_per_kv,
+        FIRST_ROW=first_row_of(shared_part, batch),
         DIM=dim,
         PDL=pdl,
     )
-    queries = Dense.of((batch, q_heads, 1, dim), query.dtype)
-    like = query.new_empty(queries.shape)  # a plan sees layouts alone
-    steps = call.sequences(like, call.block_table, call.kv_lens, call.shared_pages)
-    (stored,) = steps.segments
-    shared_part = plan_shared_part(steps, stored._replace(kv_lens=None, row_groups=call.shared_pages), programs)
-    assert call.shared_pages is not None
-    kept = Dense.of(tuple(call.shared_pages.shape), call.shared_pages.dtype)
+    kept = Dense.of(tuple(kept_rows.shape), torch.int32)
     return AttendShared(
         list_blocks,
         shared_part,

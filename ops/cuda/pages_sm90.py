@@ -19,7 +19,7 @@ from tatten.ops.cuda.sm90 import DTYPES, key_tiling, strides_in_units
 from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.cuda.tma import Tiling, takes_tma
 from tatten.ops.mixed_batch import MixedCall
-from tatten.ops.page_runs import LEVELS, UNIT_KEYS, most_members
+from tatten.ops.page_runs import LEVELS, ROWS, ROWS_OF_GROUPING, UNIT_KEYS, group_sizes
 from tatten.ops.sizes import ceil_div
 
 LEAST_PAGE = 8  # rows of a box: the swizzle of shared memory repeats every 8 rows
@@ -109,13 +109,20 @@ class SharedSegment:
 
 
 def plan_shared_segment(call: AttentionCall, stored: KeyValue, programs: int | None = None) -> SharedSegment:
-    """Plan row groups over shared pages, which are `stored.row_groups`. One program runs on an SM at a time."""
+    """Plan row groups over shared pages, which are `stored.row_groups`. One program runs on an SM at a time.
+
+    They are those of the grouping with the largest row groups whose queries of a kv head fit into one consumer, or else
+    the smallest. `stored.row_groups` may also be the rows of that grouping alone.
+    """
     assert UNIT_KEYS == BLOCK_N
     assert stored.block_table is not None
+    assert stored.row_groups is not None
     query, (batch, q_heads, q_len, dim) = call.query, call.query.shape
     kv_heads = stored.key.shape[1]
-    members = most_members(batch)
-    rows = q_heads // kv_heads * members * q_len
+    queries = q_heads // kv_heads * q_len  # of a sequence
+    sizes = group_sizes(batch)
+    members = max([x for x in sizes if x * queries <= CONSUMER_ROWS], default=sizes[0])
+    rows = members * queries
     block_m = CONSUMER_ROWS if rows <= CONSUMER_ROWS else 2 * CONSUMER_ROWS
     q_blocks = ceil_div(rows, block_m)
     programs = programs or shared_programs(multiprocessors(query.device))
@@ -150,6 +157,7 @@ def plan_shared_segment(call: AttentionCall, stored: KeyValue, programs: int | N
         q_blocks=q_blocks,
         block_m=block_m,
         shared=True,
+        first_row=ROWS_OF_GROUPING * sizes.index(members) if stored.row_groups.shape[0] == ROWS else 0,
     )
     states, slots = (LEVELS * batch, q_heads, q_len), (space.slots, block_m)
     shapes = (*states, dim), states, (*slots, dim), slots
@@ -184,6 +192,7 @@ def _launch(
     window: int | None,
     block_m: int,
     shared: bool,
+    first_row: int = 0,
     **sizes: int,
 ) -> Launch:
     return Launch(
@@ -205,6 +214,7 @@ def _launch(
         ALIGNED=aligned,
         PAGE=key.shape[1],
         SHARED=shared,
+        FIRST_ROW=first_row,
         WINDOW=window is not None,
         CONSUMERS=block_m // CONSUMER_ROWS,
     )

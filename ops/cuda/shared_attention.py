@@ -14,7 +14,7 @@ from tatten.ops.cuda.decode import OWN_PART, SHARED_PART, SegmentLaunch, plan_se
 from tatten.ops.cuda.decode_grid import Place
 from tatten.ops.cuda.gpu import has_large_shared_memory, multiprocessors
 from tatten.ops.cuda.heuristics import Tiles
-from tatten.ops.page_runs import UNIT_KEYS
+from tatten.ops.page_runs import ROWS_OF_GROUPING, UNIT_KEYS, group_sizes
 from tatten.ops.states import State
 
 if TYPE_CHECKING:
@@ -46,9 +46,14 @@ def plan_shared_attention(
     place = Place(final=False, beside_previous=True)
     own_part = plan_segment(call, stored, place, tiles=tiles or _own_part_tiles(call), programs=programs, part=OWN_PART)
     spaces = own_part.tile_space, shared_part.tile_space
-    return SharedAttention(
-        shared_part, own_part, plan_combine(query, stored.value.shape[3], *spaces, dtype=query.dtype, shared=True)
-    )
+    first_row = first_row_of(shared_part, query.shape[0])
+    combine = plan_combine(query, stored.value.shape[3], *spaces, dtype=query.dtype, shared_row=first_row)
+    return SharedAttention(shared_part, own_part, combine)
+
+
+def first_row_of(shared_part: SegmentLaunch | SharedSegment, batch: int) -> int:
+    """Return the first row of the grouping that a launch attends to, in the result of `tatten::shared_pages`."""
+    return ROWS_OF_GROUPING * group_sizes(batch).index(shared_part.tile_space.seqs_per_kv)
 
 
 def _own_part_tiles(call: AttentionCall) -> Tiles | None:

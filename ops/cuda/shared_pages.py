@@ -13,7 +13,17 @@ from tatten.ops.cuda.combine import INTERPRETED
 from tatten.ops.cuda.gpu import has_early_launches
 from tatten.ops.cuda.kernels.shared_pages import _cut_runs_kernel, _free_pages_kernel, _own_pages_kernel, _runs_kernel
 from tatten.ops.cuda.launcher import Launch
-from tatten.ops.page_runs import LEVELS, ROWS, UNIT_KEYS, least_units, most_members, shared_pages_reference, unit_pages
+from tatten.ops.page_runs import (
+    GROUP_SIZES,
+    LEVELS,
+    ROWS,
+    ROWS_OF_GROUPING,
+    UNIT_KEYS,
+    group_sizes,
+    least_units,
+    shared_pages_reference,
+    unit_pages,
+)
 from tatten.ops.sizes import ceil_div, power_of_2
 
 MOST_SORTED = 1024  # sequences that one program sorts
@@ -53,7 +63,7 @@ def plan_shared_pages(
     pdl = not INTERPRETED and has_early_launches(block_table.device)
     block = min(MOST_UNITS, max(16, power_of_2(n_units)))
     strides, tile = tuple(block_table.stride()), {"UNIT": unit, "PAGE": page_size, "BLOCK": block}
-    entries = max(16, power_of_2(LEVELS * batch))
+    entries, groupings = max(16, power_of_2(LEVELS * batch)), len(GROUP_SIZES)
 
     def options(lanes: int) -> dict[str, object]:
         return {"num_warps": min(8, max(1, lanes // 128)), "launch_pdl": pdl}
@@ -81,19 +91,21 @@ def plan_shared_pages(
             batch=batch,
             q_length=q_length,
             LEVELS=LEVELS,
+            GROUPINGS=groupings,
             PDL=pdl,
             **tile,
         ),
         Launch(
             _cut_runs_kernel,
-            (1,),
+            (groupings,),
             options(entries),
             n_units=n_units,
             batch=batch,
             least=least_units(page_size, q_length),
             LEVELS=LEVELS,
             KEYS=unit * page_size,
-            GROUP_SIZE=most_members(batch),
+            GROUP_SIZES=tuple(group_sizes(batch)),
+            ROWS=ROWS_OF_GROUPING,
             TILE=UNIT_KEYS,
             SEQUENCES=max(16, power_of_2(batch)),
             ENTRIES=entries,
@@ -101,7 +113,7 @@ def plan_shared_pages(
         ),
         (
             Dense.of((n_pages,), torch.int32),
-            Dense.of((3 * LEVELS + 1, batch), torch.int32),
+            Dense.of((2 * LEVELS + groupings * (LEVELS + 1), batch), torch.int32),
             Dense.of((ROWS, LEVELS * batch + 1), torch.int32),
         ),
     )

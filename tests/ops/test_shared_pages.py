@@ -12,7 +12,7 @@ from slow import slow_but
 from torch.library import opcheck
 
 import tatten
-from tatten.ops.page_runs import OWN, least_units, shared_pages_reference
+from tatten.ops.page_runs import LEADERS, OWN, ROWS_OF_GROUPING, least_units, shared_pages_reference
 
 
 def found(tables: Tables, q_length: int = 1) -> torch.Tensor:
@@ -57,6 +57,18 @@ def test_runs_are_those_of_plain_loops(n: int) -> None:
                     assert ((tables.table[b, pages] >= 0) & (tables.table[b, pages] < tables.n_pages)).all()
             assert at == data[OWN, b]
             assert at <= len(units[b]) * keys
+
+
+def test_row_groups_of_each_grouping_have_the_same_runs() -> None:
+    rng, larger = random.Random(0), 0
+    for _ in range(50):
+        tables = tree(rng, rng.randint(1, 200), depth=rng.choice((1, 2)))
+        data, batch = found(tables), len(tables.lens)
+        small, large = (sorted(runs_of(data, batch, grouping)) for grouping in range(2))
+        assert small == large
+        assert torch.equal(data[OWN], data[ROWS_OF_GROUPING + OWN])
+        larger += int(data[ROWS_OF_GROUPING + LEADERS, -1] < data[LEADERS, -1])
+    assert larger > 10
 
 
 def test_each_page_is_read_once_where_two_levels_suffice() -> None:

@@ -276,6 +276,18 @@ cases = {
         )
         for name, case in (("many pages", many_pages), ("many shared pages", shared_pages_on_hopper))
     },
+    "shared pages of 8/8 heads": (
+        shared_pages_on_hopper,
+        [((64, 8, 1, 128), bf16), ((600, 2, 16, 8, 128), bf16), ((64, 64), torch.int32), ((64,), torch.int32)],
+    ),
+    "mixed shared of 8/8 heads": (
+        mixed_shared_on_hopper,
+        [
+            ((300, 8, 128), bf16),
+            ((600, 2, 16, 8, 128), bf16),
+            *[(shape, torch.int32) for shape in ((64, 64), (65,), (64,))],
+        ],
+    ),
     "paged latents": (
         paged_latents,
         [

@@ -24,12 +24,12 @@ from tatten.ops.page_runs import (
     ORDER,
     OWN,
     PLACES,
-    ROWS,
+    ROWS_OF_GROUPING,
     STARTS,
     STOPS,
     TILE_ENDS,
     UNIT_KEYS,
-    most_members,
+    group_sizes,
 )
 
 STALE = (-1, 2**31 - 1, -(2**31), 0, 1)
@@ -181,7 +181,7 @@ def check_shared_pages_are_refused(attend: Callable[..., Any], inputs: dict[str,
     says(ValueError, "3 pages", f"got one of {columns}", block_table=narrow, kv_lens=torch.tensor([1, 1]))
     pools = {name: inputs[name].view(-1, 32, 2, 8) for name in ("key", "value")}
     says(ValueError, "32 keys", "got one of 64", **pools)
-    says(ValueError, "int32", "(9, 5)", "(9, 4)", shared_pages=tatten.SharedPages(data[:, :4], columns, 64))
+    says(ValueError, "int32", "(18, 5)", "(18, 4)", shared_pages=tatten.SharedPages(data[:, :4], columns, 64))
     says(ValueError, "int32", "torch.int64", shared_pages=tatten.SharedPages(data.long(), columns, 64))
     says(ValueError, "on the device", "cpu", "got meta", shared_pages=tatten.SharedPages(data.to("meta"), columns, 64))
 
@@ -215,19 +215,20 @@ def keys_copied(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> list
 Run = tuple[int, int, int, int]  # level, leader, first key, one past the last key
 
 
-def runs_of(data: Tensor, batch: int) -> Iterator[tuple[int, Run]]:
-    """Each sequence with its runs, as the row groups list them; checks what holds for row groups."""
-    n = LEVELS * batch
+def runs_of(data: Tensor, batch: int, grouping: int = 0) -> Iterator[tuple[int, Run]]:
+    """Each sequence with its runs, as the row groups of a grouping list them; checks what holds for row groups."""
+    n, size = LEVELS * batch, group_sizes(batch)[grouping]
+    data = data[grouping * ROWS_OF_GROUPING :][:ROWS_OF_GROUPING]
     rows = data.tolist()
     assert data.dtype == torch.int32
-    assert data.shape == (ROWS, n + 1)
+    assert data.shape == (ROWS_OF_GROUPING, n + 1)
     assert sorted(rows[ORDER][:n]) == list(range(n))
     n_groups, seen, tiles = rows[LEADERS][n], 0, 0
     assert n_groups <= batch
     for i in range(n_groups):
         begin, end = rows[BEGINS][i : i + 2]
         assert begin == seen
-        assert 0 < end - begin <= most_members(batch)
+        assert 0 < end - begin <= size
         seen = end
         entries = rows[ORDER][begin:end]
         stops = [rows[ENTRY_STOPS][e] for e in entries]
@@ -237,7 +238,7 @@ def runs_of(data: Tensor, batch: int) -> Iterator[tuple[int, Run]]:
         assert rows[TILE_ENDS][i] == tiles
         assert len({e // batch for e in entries}) == 1
         for slot, (e, stop) in enumerate(zip(entries, stops, strict=True)):
-            assert rows[PLACES][e] == i * most_members(batch) + slot
+            assert rows[PLACES][e] == i * size + slot
             yield e % batch, (e // batch, rows[LEADERS][i], rows[STARTS][i], stop)
     assert all(x == seen for x in rows[BEGINS][n_groups : n + 1])
     assert all(x == tiles for x in rows[TILE_ENDS][n_groups : n + 1])

@@ -79,6 +79,7 @@ def _combine_kernel(
     PARTIALS: tl.constexpr,
     BLOCK_STATES: tl.constexpr,
     SHARED: tl.constexpr,
+    FIRST_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Whole states of a single segment are in place already.
@@ -138,10 +139,20 @@ def _combine_kernel(
         if SHARED:  # one launch leaves the states of both levels
             entries = LEVELS * batch
             slots_b = find_shared_partials(
-                sequence, head, position, partials_b, sizes_b, q_heads, q_len, entries, SPACE_B, INT64_TILES
+                sequence, head, position, partials_b, sizes_b, q_heads, q_len, entries, SPACE_B, INT64_TILES, FIRST_ROW
             )
             slots_c = find_shared_partials(
-                sequence + batch, head, position, partials_b, sizes_b, q_heads, q_len, entries, SPACE_B, INT64_TILES
+                sequence + batch,
+                head,
+                position,
+                partials_b,
+                sizes_b,
+                q_heads,
+                q_len,
+                entries,
+                SPACE_B,
+                INT64_TILES,
+                FIRST_ROW,
             )
         else:
             slots_b = find_partials(

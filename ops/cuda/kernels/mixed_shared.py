@@ -72,6 +72,7 @@ def _list_shared_kernel(
     TILES: tl.constexpr,
     ENTRIES: tl.constexpr,
     MEMBERS: tl.constexpr,
+    FIRST_ROW: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -99,6 +100,7 @@ def _list_shared_kernel(
             False,
         )
     elif program == 2:
+        shared += FIRST_ROW * (_LEVELS * batch + 1)
         _keep_runs(cu_seqlens_q, shared, kept, n_tokens, batch, SEQUENCES, ENTRIES, MEMBERS)
     else:
         _copy_query(
@@ -127,7 +129,7 @@ def _keep_runs(
     ENTRIES: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):
-    """Write the shared pages without the entries of sequences that don't have one query, in the same format.
+    """Write a grouping of the shared pages without the entries of sequences that don't have one query.
 
     A row group keeps the order of its entries, so that its first one is still the longest. It may have any leader.
     """
@@ -365,6 +367,7 @@ def _add_runs(
             _LEVELS * batch,
             SPACE,
             INT64_TILES,
+            0,
         )
         acc, row_max, row_sum = fold_partials(
             acc,

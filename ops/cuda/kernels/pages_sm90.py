@@ -224,6 +224,7 @@ def _pages_kernel(
     ALIGNED: gl.constexpr,
     PAGE: gl.constexpr,
     SHARED: gl.constexpr,
+    FIRST_ROW: gl.constexpr,
     WINDOW: gl.constexpr,
     CONSUMERS: gl.constexpr,
 ):
@@ -257,6 +258,7 @@ def _pages_kernel(
     gdc_launch_dependents()
     unit = 1
     if SHARED:
+        lists += FIRST_ROW * (_LEVELS * batch + 1)
         ends, unit = lists + _TILE_ENDS * (_LEVELS * batch + 1), kv_heads * q_blocks
     space = load_ends(ends, unit, room)
     if SHARED:  # noqa: SIM102 (known when this is compiled)

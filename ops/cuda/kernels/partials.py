@@ -91,15 +91,26 @@ def find_partials(
 
 @triton.jit
 def find_shared_partials(
-    entry, head, position, partials, sizes, q_heads, q_len, entries, SPACE: tl.constexpr, INT64_TILES: tl.constexpr
+    entry,
+    head,
+    position,
+    partials,
+    sizes,
+    q_heads,
+    q_len,
+    entries,
+    SPACE: tl.constexpr,
+    INT64_TILES: tl.constexpr,
+    FIRST_ROW: tl.constexpr,
 ):
     """Find the slots of partial states over shared pages, as `find_partials` does; an entry without a run has none.
 
-    `TILE_ENDS` counts the tiles of the row groups, so that no program adds them up.
+    `TILE_ENDS` counts the tiles of the row groups, so that no program adds them up. `FIRST_ROW` is that of the
+    grouping.
     """
     BLOCK_M: tl.constexpr = SPACE[0]
     _, _, work_tiles, _, kv_heads, seqs_per_kv, q_blocks, programs, _ = sizes
-    shared = partials[7]
+    shared = partials[7] + FIRST_ROW * (entries + 1)
     place = tl.load(shared + _PLACES * (entries + 1) + entry)
     shares = place >= 0
     place = tl.maximum(place, 0)

@@ -3,7 +3,7 @@
 1. The owner of each page of the pool is set to the largest int32.
 2. The lowest sequence that has a page at the end of a unit becomes its owner.
 3. A program for each sequence follows its row, and finds leader and end of its first runs.
-4. One program keeps the runs that are shared, sorts them, and cuts them into row groups.
+4. A program for each grouping keeps the runs that are shared, sorts them, and cuts them into row groups.
 """
 
 from __future__ import annotations
@@ -107,12 +107,13 @@ def _runs_kernel(
     batch,
     q_length,
     LEVELS: tl.constexpr,
+    GROUPINGS: tl.constexpr,
     UNIT: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write leader and end of each sequence's first runs, and 0 for the longest run that it leads."""
+    """Write leader and end of each sequence's first runs, and for each grouping 0 for the longest run that it leads."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -136,7 +137,8 @@ def _runs_kernel(
             going = (end == past) & (end < seen)
         tl.store(runs + level * batch + sequence, leader)
         tl.store(runs + (LEVELS + level) * batch + sequence, end)
-        tl.store(runs + (2 * LEVELS + level) * batch + sequence, 0)
+        for grouping in tl.static_range(GROUPINGS):
+            tl.store(runs + (2 * LEVELS + grouping * (LEVELS + 1) + level) * batch + sequence, 0)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -148,7 +150,8 @@ def _cut_runs_kernel(
     least,
     LEVELS: tl.constexpr,
     KEYS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
+    GROUP_SIZES: tl.constexpr,
+    ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SEQUENCES: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -156,18 +159,23 @@ def _cut_runs_kernel(
 ):
     """Keep the runs that are shared, and cut them into row groups.
 
-    `runs` holds leaders, ends and the longest run of each leader, each for all levels, and has room for a start of each
-    sequence.
+    `runs` holds leaders and ends, each for all levels. Behind them, it holds for each grouping the longest run of each
+    leader, for all levels, and has room for a start of each sequence.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    n = LEVELS * batch
+    n, grouping = LEVELS * batch, tl.program_id(0)
+    group_size = GROUP_SIZES[0]
+    for i in tl.static_range(1, len(GROUP_SIZES)):
+        group_size = tl.where(grouping == i, GROUP_SIZES[i], group_size)
+    shared += grouping * ROWS * (n + 1)
     leaders, begins = shared, shared + (n + 1)
     order, places = shared + 2 * (n + 1), shared + 3 * (n + 1)
     starts, stops = shared + 4 * (n + 1), shared + 5 * (n + 1)
     entry_stops, own, tile_ends = shared + 6 * (n + 1), shared + 7 * (n + 1), shared + 8 * (n + 1)
-    ends, longest, complete = runs + n, runs + 2 * n, runs + 3 * n
+    ends, longest = runs + n, runs + 2 * n + grouping * (n + batch)
+    complete = longest + n
 
     b = tl.arange(0, SEQUENCES)
     ok = b < batch
@@ -213,7 +221,7 @@ def _cut_runs_kernel(
     tl.store(begins + nth_group, at, mask=first)
     tl.debug_barrier()
     rank = at - tl.load(begins + nth_group, mask=ok, other=0)
-    opens = active & (rank % GROUP_SIZE == 0)
+    opens = active & (rank % group_size == 0)
     number = tl.cumsum(opens.to(tl.int32), axis=0) - 1
     n_groups = tl.sum(opens.to(tl.int32), axis=0)
     n_active = tl.sum(active.to(tl.int32), axis=0)
@@ -235,7 +243,7 @@ def _cut_runs_kernel(
     tl.store(stops + at, zeros, mask=rest)
     tl.store(tile_ends + at, all_tiles + zeros, mask=rest)
     tl.store(order + at, entry, mask=ok)
-    tl.store(places + entry, tl.where(active, number * GROUP_SIZE + rank % GROUP_SIZE, -1), mask=ok)
+    tl.store(places + entry, tl.where(active, number * group_size + rank % group_size, -1), mask=ok)
     tl.store(own + at, zeros, mask=(at >= batch) & (at <= n))
     tl.store(leaders + n, n_groups)
     tl.store(begins + n, n_active)

@@ -204,6 +204,23 @@ def test_full_row_groups_of_which_some_are_chunks() -> None:
     assert_same(attend(inputs, shared, small_tiles(), 5), paged_attention_reference(**inputs), 1e-5)
 
 
+def test_row_groups_of_heads_with_one_query_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row groups of up to 64 sequences are kept, as the pages kernel takes them."""
+    from tatten.ops.cuda.ragged import plan_ragged
+
+    rows = [[0, *([1] if b % 9 else []), 2 + b] for b in range(40)]
+    tables = made(random.Random(0), rows, [128 * len(row) - b % 5 for b, row in enumerate(rows)], 128, 42)
+    inputs = mixed_inputs(tables, [1 + b % 2 * (b % 5 == 0) for b in range(40)], heads=2, kv_heads=2, dim=64)
+    inputs = {name: x.bfloat16() if x.is_floating_point() else x for name, x in inputs.items()}
+    call = MixedCall(**inputs, shared_pages=shared_of(tables).data)
+    install_pages_kernel(monkeypatch, 0)
+    plan = plan_ragged(call, programs=3)
+    assert plan.shared_part.tile_space.seqs_per_kv == 64
+    with fresh_memory_is_poison():
+        got = plan(call)
+    assert_same_in_16_bits(got, paged_attention_reference(**inputs))
+
+
 def test_nan_of_a_sequence_stays_its_own() -> None:
     tables = made(random.Random(0), [[0, 1, 2, 3], [0, 4, 5, 6], [0, 1, 2, 7]], [256, 256, 256], 64, 8)
     inputs = mixed_inputs(tables, [5, 1, 1], dtype=torch.float32)

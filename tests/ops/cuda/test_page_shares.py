@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from tatten.ops.cuda.kernels.query_blocks import CUTS_COLUMN, _largest_part
 from tatten.ops.cuda.kernels.tile_scheduler import programs_over_own_parts, programs_over_runs
 from tatten.ops.mixed_batch import MixedCall
-from tatten.ops.page_runs import LEVELS, ORDER, OWN, PLACES, ROWS, TILE_ENDS
+from tatten.ops.page_runs import LEVELS, ORDER, OWN, PLACES, ROWS, ROWS_OF_GROUPING, TILE_ENDS
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 BLOCK_M, BLOCK_N, DIM = 16, 128, 16
@@ -255,7 +255,7 @@ def test_programs_over_runs(programs: int, at_once: int, monkeypatch: pytest.Mon
         _programs_kernel[(1,)](programs, tiles, result)
         assert int(result) == over_runs(programs, tiles)
         entries, end = 4, 0
-        shared = torch.zeros(ROWS, entries + 1, dtype=torch.int32)
+        shared = torch.zeros(ROWS_OF_GROUPING, entries + 1, dtype=torch.int32)
         shared[TILE_ENDS] = tiles
         ends, lists = Pointer(shared[TILE_ENDS]), Pointer(shared)
         for program in range(programs if tiles else 0):

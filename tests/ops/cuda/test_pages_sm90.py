@@ -8,7 +8,7 @@ import os
 import random
 import re
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -24,8 +24,11 @@ from tatten.ops.cuda.kernels.page_softmax import CONSUMER_ROWS
 from tatten.ops.cuda.kernels.query_blocks import CUTS_COLUMN
 from tatten.ops.kernel_signatures import decode_call
 from tatten.ops.mixed_batch import MixedCall
-from tatten.ops.page_runs import OWN, most_members
+from tatten.ops.page_runs import OWN, group_sizes
 from tatten.ops.reference import decode_attention_reference
+
+if TYPE_CHECKING:
+    from tatten.ops.cuda.shared_attention import SharedAttention
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 HEADS = ((4, 2), (5, 1), (2, 2), (9, 1))
@@ -89,7 +92,7 @@ def test_each_way_to_cut_the_tiles(n: int, monkeypatch: pytest.MonkeyPatch) -> N
         batch.check(out, lse, dense, parts=12)
 
 
-def assert_attends(tables: Tables, seed: int, programs: int, **shape: int) -> None:
+def assert_attends(tables: Tables, seed: int, programs: int, **shape: int) -> SharedAttention:
     inputs = inputs_of(tables, dtype=torch.bfloat16, **shape)
     keys = inputs.pop("query"), inputs.pop("key"), inputs.pop("value"), None, inputs.pop("kv_lens"), None, None
     call = decode_call(*keys, **inputs, shared_pages=shared_of(tables, shape.get("q_len", 1)).data)
@@ -103,6 +106,7 @@ def assert_attends(tables: Tables, seed: int, programs: int, **shape: int) -> No
         out, lse = plan(call)
     want = decode_attention_reference(keys[0], keys[1], keys[2], kv_lens=keys[4], **inputs)
     assert_same_in_16_bits((out, lse), want)
+    return plan
 
 
 @interpreted
@@ -114,12 +118,22 @@ def test_shared_pages(n: int) -> None:
         tables, (heads, kv_heads), q_len = drawn(rng, most=12), rng.choice(HEADS), rng.choice((1, 1, 2, 3))
         if len(tables.lens) < 2 or tables.page < 8 or not shared_of(tables, q_len).data[OWN].any():
             continue
-        two_consumers = heads // kv_heads * most_members(len(tables.lens)) * q_len > CONSUMER_ROWS
+        two_consumers = heads // kv_heads * group_sizes(len(tables.lens))[0] * q_len > CONSUMER_ROWS
         if counts[two_consumers] == n:
             continue
         counts[two_consumers] += 1
         programs = rng.choice((1, 2, 5, 30))
         assert_attends(tables, counts.total(), programs, heads=heads, kv_heads=kv_heads, dim=64, q_len=q_len)
+
+
+@interpreted
+@pytest.mark.parametrize(("heads", "members"), [(2, 64), (4, 32)], ids=["one head", "two heads"])
+def test_row_groups_fill_a_consumer(heads: int, members: int) -> None:
+    """With one query head for each kv head, row groups have up to 64 sequences. Some leave the prefix early."""
+    rows = [[0, *([1] if b % 9 else []), 2 + b] for b in range(40)]
+    tables = made(random.Random(0), rows, [128 * len(row) - b % 5 for b, row in enumerate(rows)], 128, 42)
+    plan = assert_attends(tables, 0, 3, heads=heads, kv_heads=2, dim=64)
+    assert plan.shared_part.tile_space.seqs_per_kv == members
 
 
 @interpreted
@@ -213,7 +227,7 @@ few = 2 if "few" in variant else 32
 if "shared" in variant:
     query, lens, table = empty(few, 32, 1, dim), empty(few, dtype=torch.int64), empty(few, 64, dtype=i32)
     call = decode_call(query, pool, pool, None, lens, 0.1, None, block_table=table)
-    stored = call.segments[0]._replace(kv_lens=None, row_groups=empty(9, 2 * few + 1, dtype=i32))
+    stored = call.segments[0]._replace(kv_lens=None, row_groups=empty(18, 2 * few + 1, dtype=i32))
     pages_sm90.plan_shared_segment(call, stored, 132)(call, stored)
 else:
     given = {"window": 100} if "window" in variant else {}

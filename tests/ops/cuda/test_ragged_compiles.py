@@ -26,7 +26,7 @@ def attend(
         empty(tokens, q_heads, dim), pool, pool, empty(batch, columns, dtype=torch.int32),
         empty(batch + 1, dtype=torch.int32), empty(batch, dtype=torch.int32),
         key_scale=scale, value_scale=scale, sinks=empty(q_heads) if sinks else None,
-        shared_pages=empty(9, 2 * batch + 1, dtype=torch.int32) if shared else None, **variant,
+        shared_pages=empty(18, 2 * batch + 1, dtype=torch.int32) if shared else None, **variant,
     )
     plan = ragged.plan_ragged(call)
     plan(call)

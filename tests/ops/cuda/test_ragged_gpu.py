@@ -185,9 +185,11 @@ def test_shared_pages_of_keys_in_8_bits(dtype: str, kind: str) -> None:
         torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("heads", [8, 32])
 @pytest.mark.parametrize("programs", [None, 1, 7, 300])
-def test_shared_pages_in_any_number_of_programs(programs: int | None) -> None:
+def test_shared_pages_in_any_number_of_programs(programs: int | None, heads: int) -> None:
     inputs, generator = pages(300, 40, 16, 64, 900), torch.Generator().manual_seed(1)
+    inputs["query"] = inputs["query"][:, :heads].contiguous()
     for _ in range(10):
         refill(inputs, generator)
         share(inputs, generator)

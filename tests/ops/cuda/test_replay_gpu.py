@@ -114,9 +114,11 @@ def pages(page: int, dtype: torch.dtype = torch.bfloat16, q_len: int = 1, **extr
     return {"query": query, "key": key, "value": value, "kv_lens": lens, "block_table": table.int(), **extras}
 
 
-def shared_pages(page: int, dtype: torch.dtype = torch.bfloat16, q_len: int = 1, **extras: Any) -> Call:
+def shared_pages(
+    page: int, dtype: torch.dtype = torch.bfloat16, q_len: int = 1, batch: int = 16, heads: int = Q_HEADS, **extras: Any
+) -> Call:
     """Sequences in a random tree of two levels, or none: pages that they share, and those found to be shared."""
-    batch, room = 16, 1024
+    room = 1024
     columns = room // page
     lens = (rand(batch) * (room + 1)).long() * (rand(batch) < 0.9)
     n_pages = batch * columns + 5
@@ -134,7 +136,7 @@ def shared_pages(page: int, dtype: torch.dtype = torch.bfloat16, q_len: int = 1,
     pool = randn(n_pages, 2, page, KV_HEADS, 64, dtype=dtype).masked_fill(~read[:, None, :, None, None], NAN)
     found = torch.ops.tatten.shared_pages(table, lens, n_pages, page, q_len)
     given = {"kv_lens": lens, "block_table": table, "shared_pages": found}
-    query = randn(batch, Q_HEADS, q_len, 64, dtype=dtype)
+    query = randn(batch, heads, q_len, 64, dtype=dtype)
     return {"query": query, "key": pool[:, 0], "value": pool[:, 1], **given, **extras}
 
 
@@ -185,6 +187,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "pages of 4, bias of each query": lambda: pages(4, F32, q_len=2, attn_mask=bias(BATCH, 1, 2, 512)),
     "float8 in pages": float8_pages,
     "shared pages of 16": lambda: shared_pages(16),
+    "shared pages of 16, one query head each": lambda: shared_pages(16, batch=80, heads=KV_HEADS),
     "shared pages of 1, two queries": lambda: shared_pages(1, q_len=2),
     "shared pages of 128, soft cap, sinks": lambda: shared_pages(
         128, F32, softcap=5.0, sinks=torch.randn(Q_HEADS, device="cuda")

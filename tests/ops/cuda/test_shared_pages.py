@@ -56,7 +56,7 @@ for dtype, dim, heads, page, kv_dtype, batch in json.loads(sys.argv[1]):
     given = {
         "kv_lens": empty(batch, dtype=torch.int32),
         "block_table": empty(batch, columns, dtype=torch.int32),
-        "shared_pages": empty(8, 2 * batch + 1, dtype=torch.int32),
+        "shared_pages": empty(18, 2 * batch + 1, dtype=torch.int32),
     }
     if kv_dtype.itemsize == 1:
         scale = empty(batch * columns, page, 8, dtype=torch.float32)

@@ -46,6 +46,8 @@ IN_GLUON = (
     "mixed shared on Hopper",
     "shared pages on Hopper",
     "many shared pages",
+    "shared pages of 8/8 heads",
+    "mixed shared of 8/8 heads",
 )
 NATIVE = torch.__version__ >= "2.12"  # PyTorch 2.11 runs the Python code first, for which there is no GPU
 NATIVE_PDL = torch.__version__ >= "2.15"  # before, PyTorch's C++ launches without programmatic dependent launch
@@ -297,9 +299,10 @@ def test_kernels_in_gluon_are_launched_by_python(case: str, kernels: list[str]) 
     [
         ("mixed on Hopper", ["_list_blocks_kernel", "_pages_kernel", "_combine_shares_kernel"]),
         ("shared pages on Hopper", ["_pages_kernel", "_decode_kernel", "_combine_kernel"]),
-        (
-            "mixed shared on Hopper",
-            ["_list_shared_kernel", "_pages_kernel", "_pages_kernel", "_combine_shared_kernel"],
+        ("shared pages of 8/8 heads", ["_pages_kernel", "_decode_kernel", "_combine_kernel"]),
+        *(
+            (case, ["_list_shared_kernel", "_pages_kernel", "_pages_kernel", "_combine_shared_kernel"])
+            for case in ("mixed shared on Hopper", "mixed shared of 8/8 heads")
         ),
     ],
 )
