@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from tatten.ops.cuda.pages_sm90 import SharedSegment
 
 
+# More programs over own parts than fit into the SMs pay for up to as many sequences. Their number is at most a multiple
+# of the places in the SMs, because each program has room for two partial states: 35 MB for 2112 programs of 16 x 128.
+MOST_SEQUENCES, MOST_WAVES = 256, 4
+
+
 @dataclass(frozen=True)
 class SharedAttention:
     """Computes attention with shared pages, for calls of the layout that it was planned for."""
@@ -44,7 +49,10 @@ def plan_shared_attention(
     row_groups = stored._replace(kv_lens=None, row_groups=stored.shared_pages)
     shared_part = plan_shared_part(call, row_groups, programs)
     place = Place(final=False, beside_previous=True)
-    own_part = plan_segment(call, stored, place, tiles=tiles or _own_part_tiles(call), programs=programs, part=OWN_PART)
+    tiles = tiles or _own_part_tiles(call)
+    own_part = plan_segment(
+        call, stored, place, tiles=tiles, programs=programs or _own_part_programs(call, tiles), part=OWN_PART
+    )
     spaces = own_part.tile_space, shared_part.tile_space
     first_row = first_row_of(shared_part, query.shape[0])
     combine = plan_combine(query, stored.value.shape[3], *spaces, dtype=query.dtype, shared_row=first_row)
@@ -72,6 +80,22 @@ def _own_part_tiles(call: AttentionCall) -> Tiles | None:
     # with 2 warps, and 17 with 4.
     many = query.shape[0] * stored.key.shape[1] > multiprocessors(query.device)
     return Tiles(16, 32, 2, 3, 4) if many and has_large_shared_memory(query.device) else Tiles(16, 32, 4, 3, 6)
+
+
+def _own_part_programs(call: AttentionCall, tiles: Tiles | None) -> int | None:
+    """Choose the number of programs for own parts: up to one for each work tile, if the SMs don't have room for all.
+
+    Own parts get the SMs that the runs of row groups leave, at different times. Short programs divide them evenly, even
+    if lengths differ. Microseconds with a program for each place in the SMs, and with this choice (H200): 256 x 256 own
+    keys after 8192 shared ones 177, 164; 256 of 16 to 512 keys 221, 173; 128 of 16 to 4096 keys after 2048 197, 173;
+    20/20 heads, 128 of 16 to 512 keys after 10240 241, 177, with 2112 programs for 2560 work tiles. Programs of more
+    sequences take longer to find their share: 512 x 256 keys and 64 query heads take 470 us, and 514.
+    """
+    if tiles is None or call.query.shape[0] > MOST_SEQUENCES:
+        return None
+    places = tiles.per_sm * multiprocessors(call.query.device)
+    work_tiles = call.query.shape[0] * call.segments[0].key.shape[1]
+    return min(work_tiles, MOST_WAVES * places) if work_tiles > places else None
 
 
 def plan_shared_part(call: AttentionCall, groups: KeyValue, programs: int | None) -> SegmentLaunch | SharedSegment:

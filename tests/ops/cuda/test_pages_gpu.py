@@ -173,10 +173,11 @@ def test_shared_pages_are_those_that_plain_pytorch_finds() -> None:
         assert torch.equal(torch.ops.tatten.shared_pages(*given), shared_pages_reference(*given))
 
 
-@pytest.mark.parametrize("batch", [4, 1000, 1030])
-def test_attention_to_shared_pages(batch: int) -> None:
+@pytest.mark.parametrize("batch, heads", [(4, {}), (1000, {}), (1030, {}), (200, {"heads": 8, "kv_heads": 8})])
+def test_attention_to_shared_pages(batch: int, heads: dict[str, int]) -> None:
+    """The last one has more work tiles of own parts than programs fit into the SMs, and large row groups."""
     tables = tree(random.Random(batch), batch)
-    inputs = on_gpu(inputs_of(tables, dtype=torch.bfloat16, dim=64))
+    inputs = on_gpu(inputs_of(tables, dtype=torch.bfloat16, dim=64, **heads))
     given = {name: inputs[name] for name in ("block_table", "kv_lens")}
     shared = tatten.shared_pages(**given, n_pages=tables.n_pages, page_size=tables.page)
     assert shared.data[OWN].any()

@@ -15,6 +15,7 @@ from poison import fresh_memory_is_poison
 from shared_tables import Tables, drawn, inputs_of, made, shared_of, tree
 from slow import slow_but
 
+from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cuda import shared_attention
 from tatten.ops.kernel_signatures import decode_call
 from tatten.ops.page_runs import OWN, shared_pages_reference
@@ -155,6 +156,24 @@ def test_attends_as_float64_does(n: int) -> None:
         assert_attends(tables, programs=rng.choice((None, 1, 2, 3, 7, 30)), **variant)
         shared += int(shared_of(tables).data[OWN].any())
     assert shared > n // 4
+
+
+@pytest.mark.parametrize(
+    "batch, kv_heads, programs",
+    [(66, 8, None), (67, 8, 536), (256, 8, 2048), (128, 20, 2112), (257, 8, None), (4, 8, None)],
+)
+def test_programs_over_own_parts(
+    batch: int, kv_heads: int, programs: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for each work tile beyond four on each of 132 SMs, up to 2112, for up to 256 sequences."""
+    from tatten.ops.cuda.heuristics import Tiles
+
+    monkeypatch.setattr(shared_attention, "multiprocessors", lambda device: 132)
+    pool = torch.empty(8, kv_heads, 16, 128, dtype=torch.bfloat16, device="meta")
+    query = torch.empty(batch, 4 * kv_heads, 1, 128, dtype=torch.bfloat16, device="meta")
+    call = AttentionCall("decode_attention", query, (KeyValue(pool, pool),))
+    assert shared_attention._own_part_programs(call, Tiles(16, 32, 2, 3, 4)) == programs
+    assert shared_attention._own_part_programs(call, None) is None
 
 
 LONG_OWN_PARTS = [[0, 1, *range(2 + 7 * b, 9 + 7 * b)] for b in range(3)]  # pages of 64 keys; the first two are shared
