@@ -91,6 +91,12 @@ STEPS = {
         Step("quantised", "quantised.py --device cuda --layers 16 --rounds 2", 6, "quantised.py --rounds 1"),
         Step("overhead", "overhead.py --device cuda", 1),
         *pages_steps("_h200"),
+        Step(
+            "shared_ragged_h200",
+            "shared_pages.py --device cuda --section ragged --rounds 5",
+            1,
+            "shared_pages.py --section ragged --rounds 1",
+        ),
         Step("gathers_cuda", "gathers.py --device cuda", 2, "gathers.py --rounds 1"),
         Step(
             "shared_chunks",

@@ -2,6 +2,7 @@
 
     python benchmarks/shared_pages.py --device cuda
     python benchmarks/shared_pages.py --device cpu            # small shapes
+    python benchmarks/shared_pages.py --section ragged
     python benchmarks/shared_pages.py --section finding
     python benchmarks/shared_pages.py --section chunk
 
@@ -9,6 +10,8 @@
                 shuffled order with `shared_pages`, found beforehand; `paged` reads the same without; `segments` is
                 `tatten.bifurcated_attention` on dense copies, sequences in order. `find` is `tatten.shared_pages`,
                 once for all layers
+    ragged      the same with sequences that have 16 keys of their own or more, log-uniform. `segments` has room for the
+                longest part, and a mask excludes the rest
     finding     `tatten.shared_pages` alone, for tables with a shared first half and for tables that share nothing; and
                 attention to tables that share nothing, with `shared_pages` and without
     chunk       mixed batches: the first sequence has a chunk of queries, each of the others one. `shared` is
@@ -51,6 +54,7 @@ class Tree:
     levels: tuple[Level, ...]
     page: int = 16
     head_dim: int = 128
+    least: int | None = None  # keys of a sequence's own part, if lengths differ
 
     @property
     def batch(self) -> int:
@@ -58,7 +62,11 @@ class Tree:
 
     @property
     def name(self) -> str:
-        return f"{self.q_heads}/{self.kv_heads} " + ", ".join(f"{rows} x {keys}" for rows, keys in self.levels)
+        sizes = [str(keys) for _, keys in self.levels]
+        if self.least is not None:
+            sizes[-1] = f"{self.least} to {sizes[-1]}"
+        levels = (f"{rows} x {size}" for (rows, _), size in zip(self.levels, sizes, strict=True))
+        return f"{self.q_heads}/{self.kv_heads} " + ", ".join(levels)
 
     @property
     def pages(self) -> int:
@@ -92,6 +100,15 @@ def trees(device: str) -> list[Tree]:
     ]
 
 
+def ragged_trees(device: str) -> list[Tree]:
+    sizes = [(32, 8, 2048, 16, 512)]
+    if device == "cuda":
+        sizes = [(32, 8, 8192, 256, 512), (32, 8, 2048, 128, 4096), (32, 8, 8192, 64, 2048), (20, 20, 10240, 128, 512)]
+    return [
+        Tree(q_heads, kv_heads, ((1, keys), (batch, most)), least=16) for q_heads, kv_heads, keys, batch, most in sizes
+    ]
+
+
 def mixed_batches(device: str) -> list[tuple[Tree, int]]:
     """Return trees, each with the queries of a chunk."""
     if device == "cpu":
@@ -122,6 +139,10 @@ class Problem:
         self.in_order = torch.cat(columns, dim=2).int()
         self.tables = self.in_order[:, self.order].contiguous()
         self.lens = torch.full((tree.batch,), sum(keys for _, keys in tree.levels), device=device, dtype=torch.int32)
+        if tree.least is not None:
+            most = tree.levels[-1][1]
+            suffix_lens = (tree.least * (most / tree.least) ** torch.rand(tree.batch, dtype=torch.float64)).int()
+            self.lens += suffix_lens.to(device) - most
 
     def find(self, copy: int) -> tatten.SharedPages:
         sizes = {"n_pages": len(self.pools[0]), "page_size": self.tree.page}
@@ -139,6 +160,15 @@ class Problem:
             for i in range(self.copies)
         ]
 
+        masks = {}
+        if self.tree.least is not None:
+            in_order = torch.empty_like(self.lens).index_copy(0, self.order, self.lens)
+            before = sum(keys for _, keys in self.tree.levels[:-1])
+            keys = torch.arange(self.tree.levels[-1][1], device=self.device)
+            mask = (keys < (in_order - before)[:, None])[:, None, None]
+            none = [None] * (len(self.rows) - 1)
+            masks = {"attn_masks": [*none, mask], "block_masks": [*none, tatten.block_mask(mask)]}
+
         def shared(i: int) -> Tensor:
             return tatten.decode_attention(
                 shuffled, *self.pools, block_table=self.tables[i], **options, shared_pages=shared_pages[i]
@@ -147,7 +177,7 @@ class Problem:
         return {
             "shared": shared,
             "paged": lambda i: tatten.decode_attention(shuffled, *self.pools, block_table=self.tables[i], **options),
-            "segments": lambda i: tatten.bifurcated_attention(self.q, *segments[i]),
+            "segments": lambda i: tatten.bifurcated_attention(self.q, *segments[i], **masks),
             "find": lambda i: self.find(i).data,
         }
 
@@ -160,7 +190,7 @@ class Problem:
             pools = [x[self.tables[0, b].long()] for x in self.pools]  # float64 of all would not fit
             table = torch.arange(len(pools[0]), device=out.device, dtype=torch.int32)[None]
             query = self.q[self.order[b : b + 1]]
-            want, _ = decode_attention_reference(query, *pools, kv_lens=self.lens[:1], block_table=table)
+            want, _ = decode_attention_reference(query, *pools, kv_lens=self.lens[b][None], block_table=table)
             errors.append(relative_error(out[b : b + 1].double(), want))
         return max(errors)
 
@@ -221,6 +251,11 @@ def measure_trees(device: str, rounds: int) -> list[dict]:
     return [measure_row("shared", tree, Problem(tree, device), "segments", rounds) for tree in trees(device)]
 
 
+def measure_ragged(device: str, rounds: int) -> list[dict]:
+    """Measure decode steps of sequences whose own parts differ in length."""
+    return [measure_row("ragged", tree, Problem(tree, device), "segments", rounds) for tree in ragged_trees(device)]
+
+
 def measure_chunks(device: str, rounds: int) -> list[dict]:
     """Measure mixed batches."""
     return [
@@ -277,7 +312,7 @@ def bars(rows: list[dict]) -> dict[str, tuple[float, float]]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    sections = ["shared", "finding", "chunk"]
+    sections = ["shared", "ragged", "finding", "chunk"]
     parser.add_argument("--section", nargs="*", choices=sections)
     args = parser.parse_args()
     if args.section is None:
@@ -289,6 +324,8 @@ def main() -> None:
     with torch.no_grad():
         if "shared" in args.section:
             rows += measure_trees(args.device, args.rounds)
+        if "ragged" in args.section:
+            rows += measure_ragged(args.device, args.rounds)
         if "finding" in args.section:
             rows += measure_finding(args.device, args.rounds)
         if "chunk" in args.section:

@@ -86,6 +86,7 @@ TABLES = {
     "gathers": Table("gathers_cuda", GATHERS),
     "shared_pages": Table("shared_pages", SHARED, lambda r: r["section"] == "shared"),
     "shared_pages_h200": Table("shared_pages_h200", SHARED, lambda r: r["section"] == "shared"),
+    "shared_ragged_h200": Table("shared_ragged_h200", SHARED),
     "finding_pages": Table("shared_pages", FINDING, lambda r: r["section"] == "finding"),
     "mixed": Table("mixed", MIXED),
     "mixed_h200": Table("mixed_h200", MIXED),

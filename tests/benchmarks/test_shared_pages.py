@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,19 @@ def test_no_page_is_used_twice_but_those_of_a_level(problem: shared_pages.Proble
 
 def test_all_candidates_are_timed(problem: shared_pages.Problem) -> None:
     assert shared_pages.measure(problem, 1).keys() == {"shared", "paged", "segments", "find"}
+
+
+def test_own_parts_of_different_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = replace(TREE, least=4)
+    monkeypatch.setitem(shared_pages.L2, "cpu", 2 * tree.kv_bytes)
+    ragged = shared_pages.Problem(tree, "cpu")
+    own = ragged.lens - 128 - 64
+    assert len(own.unique()) > 1
+    assert own.min() >= 4
+    assert own.max() <= 32
+    row = shared_pages.measure_row("ragged", tree, ragged, "segments", 1)  # all candidates are right
+    assert row["us"].keys() == {"shared", "paged", "segments", "find"}
+    assert row["name"].endswith("4 x 4 to 32")
 
 
 def test_a_chunk_beside_decode_steps(problem: shared_pages.Problem) -> None:
