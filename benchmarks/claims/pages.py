@@ -62,6 +62,40 @@ CLAIMS = [
         (16, 1.095, "1.09 times as long for pages of 256 and 16"),
         (1, 1.175, "1.17 for pages of 1"),
     ),
+    *(
+        Claim(
+            f"pages of {page} beside keys in order with lengths{gpu}",
+            file,
+            14,
+            geomean(over(f"page {page}", "lens")),
+            said,
+            at_most=most,
+            within=0.02,
+        )
+        for gpu, file, bounds in (
+            (
+                "",
+                "paged",
+                (
+                    (256, 1.025, "mean for pages of 256 and 64, 1.05 for pages of 16, and 1.07 for pages of 1"),
+                    (64, 1.025, "mean for pages of 256 and 64, 1.05 for pages of 16, and 1.07 for pages of 1"),
+                    (16, 1.055, "1.05 for pages of 16, and 1.07 for pages of 1"),
+                    (1, 1.075, "1.05 for pages of 16, and 1.07 for pages of 1"),
+                ),
+            ),
+            (
+                " on an H200",
+                "paged_h200",
+                (
+                    (256, 1.025, "1.03 for pages of 64, 1.05 for pages of 16, and 1.11 for pages of 1"),
+                    (64, 1.035, "1.03 for pages of 64, 1.05 for pages of 16, and 1.11 for pages of 1"),
+                    (16, 1.055, "1.03 for pages of 64, 1.05 for pages of 16, and 1.11 for pages of 1"),
+                    (1, 1.11, "1.03 for pages of 64, 1.05 for pages of 16, and 1.11 for pages of 1"),
+                ),
+            ),
+        )
+        for page, most, said in bounds
+    ),
     Claim(
         "pages of 256 beside keys in order, ragged",
         "paged",

@@ -19,6 +19,7 @@ PAGED: dict[str, Cell | str] = {
     "lengths": _lengths,
     "floor": us("floor"),
     "in order": us("dense"),
+    "with lengths": us("lens"),
     **{f"pages of {n}": us(f"page {n}") for n in (256, 64, 16, 1)},
     **{f"FA3, {n}": us(f"fa3 {n}") for n in (256, 64, 16, 1)},
 }
