@@ -12,7 +12,7 @@ from slow import slow_but
 from torch.library import opcheck
 
 import tatten
-from tatten.ops.page_runs import LEADERS, OWN, ROWS_OF_GROUPING, least_units, shared_pages_reference
+from tatten.ops.page_runs import LEADERS, OWN, ROWS_OF_GROUPING, group_sizes, least_units, shared_pages_reference
 
 
 def found(tables: Tables, q_length: int = 1) -> torch.Tensor:
@@ -57,6 +57,11 @@ def test_runs_are_those_of_plain_loops(n: int) -> None:
                     assert ((tables.table[b, pages] >= 0) & (tables.table[b, pages] < tables.n_pages)).all()
             assert at == data[OWN, b]
             assert at <= len(units[b]) * keys
+
+
+def test_sizes_of_row_groups() -> None:
+    sizes = {1: [1, 1], 32: [32, 32], 33: [32, 64], 65: [32, 64], 200: [32, 64]}
+    assert {batch: group_sizes(batch) for batch in sizes} == sizes
 
 
 def test_row_groups_of_each_grouping_have_the_same_runs() -> None:

@@ -79,6 +79,63 @@ def test_programs_that_go_in_step(
         assert_same_in_16_bits(state, decode_attention_reference(**inputs, **variant))
 
 
+@interpreted
+def test_neighbouring_programs_take_shares_of_different_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tatten.ops.cuda import decode_grid
+    from tatten.ops.cuda.decode import plan_attention
+    from tatten.ops.cuda.heuristics import Tiles
+    from tatten.ops.cuda.kernels import decode
+
+    shares, first_tile = [], decode.first_tile
+
+    def noted(share: Any, *args: Any) -> Any:
+        shares.append(int(share.handle.data.item()))
+        return first_tile(share, *args)
+
+    monkeypatch.setattr(decode_grid, "_most_lanes", lambda *_: 2)
+    monkeypatch.setitem(decode._decode_kernel.fn.__globals__, "first_tile", noted)
+    query, (key, value) = torch.randn(1, 2, 1, 16).bfloat16(), torch.randn(2, 16, 16, 2, 16).bfloat16()
+    inputs = {"query": query, "key": key, "value": value, "kv_lens": torch.tensor([256])}
+    call = decode_call(**inputs, block_table=torch.arange(16, dtype=torch.int32)[None])
+    plan_attention(call, programs=4, tiles=Tiles(16, 64, 4, 2))(call)
+    assert shares == [0, 1, 2, 3, 1, 2, 3, 4]  # the first tile of each share, and of the next one
+
+
+@interpreted
+def test_margins_do_not_depend_on_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+    import triton.language as tl
+
+    from tatten.ops.cuda.kernels.tile_scheduler import tile_space
+
+    @triton.jit
+    def margin_of(lens, out, lanes, SPACE: tl.constexpr):  # type: ignore[no-untyped-def]
+        _, _, _, margin = tile_space(lens, None, None, 0, 4, 8, 640, 0, 1, 16, 4, lanes, SPACE, False)
+        tl.store(out, margin)
+
+    monkeypatch.setitem(margin_of.fn.__globals__, "tile_space", tile_space)  # the interpreter knows globals alone
+    margins = []
+    for lanes in (1, 8):
+        out = torch.zeros(1, dtype=torch.int32)
+        margin_of[(1,)](torch.tensor([160, 80, 64, 100]), out, lanes, SPACE=(16, 16, 4, 0, False, 8, lanes > 1))
+        margins.append(int(out))
+    assert margins == [4, 4]
+
+
+def test_shared_pages_that_a_call_can_not_use_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tatten.ops.cuda import decode, dispatch
+
+    monkeypatch.setattr(dispatch, "check_provider", lambda *_: None)
+    monkeypatch.setattr(dispatch, "choose_provider", lambda *_: "triton")
+    monkeypatch.setattr(dispatch, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(decode, "plan_attention", lambda call: call)
+    pool, table = torch.randn(3, 64, 2, 8), torch.tensor([[0, 1], [0, 2]], dtype=torch.int32)
+    shared = torch.ops.tatten.shared_pages(table, torch.tensor([100, 120]), 3, 64)
+    inputs = {"query": torch.randn(2, 4, 1, 8), "key": pool, "value": pool, "kv_lens": torch.tensor([100, 120])}
+    call = decode_call(**inputs, block_table=table, shared_pages=shared, window=50)
+    assert dispatch._plan_decode(call).segments[0].shared_pages is None
+
+
 @pytest.mark.drawn(3)
 @interpreted
 @pytest.mark.parametrize("page", [4, 64])

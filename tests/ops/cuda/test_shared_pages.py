@@ -18,7 +18,7 @@ from slow import slow_but
 from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cuda import shared_attention
 from tatten.ops.kernel_signatures import decode_call
-from tatten.ops.page_runs import OWN, shared_pages_reference
+from tatten.ops.page_runs import LEVELS, OWN, shared_pages_reference
 from tatten.ops.reference import decode_attention_reference
 
 SCRIPT = """
@@ -174,6 +174,36 @@ def test_programs_over_own_parts(
     call = AttentionCall("decode_attention", query, (KeyValue(pool, pool),))
     assert shared_attention._own_part_programs(call, Tiles(16, 32, 2, 3, 4)) == programs
     assert shared_attention._own_part_programs(call, None) is None
+
+
+@interpreted
+def test_each_grouping_has_its_own_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The programs that cut runs go on side by side. Each of them keeps the longest runs and the last starts."""
+    from tatten.ops.cuda import shared_pages
+
+    kept: list[torch.Tensor] = []
+    allocate = shared_pages.allocate
+
+    def poisoned(*args: Any) -> list[torch.Tensor]:
+        kept[:] = [x.fill_(-12345) for x in allocate(*args)]
+        return kept
+
+    monkeypatch.setattr(shared_pages, "allocate", poisoned)
+    tables = tree(random.Random(0), 40)
+    plan = shared_pages.plan_shared_pages(tables.table, tables.n_pages, tables.page, 1)
+    plan(tables.table, tables.lens)
+    first, second = kept[1][2 * LEVELS :].split(LEVELS + 1)
+    assert torch.equal(first, second)
+    assert (first >= -1).all()
+
+
+@interpreted
+def test_own_parts_have_their_choice_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = made(random.Random(0), LONG_OWN_PARTS, [500, 530, 560], 64, 24)
+    call = decode_call(**inputs_of(tables), shared_pages=shared_of(tables).data)
+    monkeypatch.setattr(shared_attention, "_own_part_programs", lambda *_: 77)
+    assert shared_attention.plan_shared_attention(call).own_part.tile_space.programs == 77
+    assert shared_attention.plan_shared_attention(call, programs=3).own_part.tile_space.programs == 3
 
 
 LONG_OWN_PARTS = [[0, 1, *range(2 + 7 * b, 9 + 7 * b)] for b in range(3)]  # pages of 64 keys; the first two are shared
