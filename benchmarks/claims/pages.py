@@ -16,16 +16,19 @@ Ratio, Figure = Callable[[Row], float], Callable[[list[Row]], float]
 LARGE = "31 decodes and a chunk", "8 chunks", "64 x 5 queries"  # mixed batches with many tiles
 
 
-def _beside_fa3(
-    name: str, file: str, over_rows: Callable[[Ratio], Figure], *bounds: tuple[int, float, str]
+def _pages_beside(
+    other: str, name: str, file: str, over_rows: Callable[[Ratio], Figure], *bounds: tuple[int, float, str]
 ) -> list[Claim]:
-    """Make claims about pages of several sizes beside FlashAttention-3: the size, the bound, and what the docs say."""
+    """Make claims about pages of several sizes beside another column, which may have a place for the size of a page.
+
+    Each of `bounds` has the size, the bound, and what the docs say.
+    """
     return [
         Claim(
             name.format(page),
             file,
             14,
-            over_rows(over(f"page {page}", f"fa3 {page}")),
+            over_rows(over(f"page {page}", other.format(page))),
             said,
             at_most=most,
             within=0.02,
@@ -35,7 +38,8 @@ def _beside_fa3(
 
 
 CLAIMS = [
-    *_beside_fa3(
+    *_pages_beside(
+        "fa3 {}",
         "pages of {} beside FlashAttention-3",
         "paged",
         geomean,
@@ -44,7 +48,8 @@ CLAIMS = [
         (16, 0.97, "0.97 times as long as FlashAttention-3 in geometric mean for pages of 256 and 16"),
         (1, 0.995, "0.99 for pages of 1"),
     ),
-    *_beside_fa3(
+    *_pages_beside(
+        "fa3 {}",
         "pages of {} beside FlashAttention-3 on an H200",
         "paged_h200",
         geomean,
@@ -53,7 +58,8 @@ CLAIMS = [
         (16, 0.945, "0.94 for pages of 16"),
         (1, 0.98, "0.98 for pages of 1"),
     ),
-    *_beside_fa3(
+    *_pages_beside(
+        "fa3 {}",
         "a row of pages of {} beside FlashAttention-3 on an H200",
         "paged_h200",
         largest,
@@ -62,39 +68,25 @@ CLAIMS = [
         (16, 1.095, "1.09 times as long for pages of 256 and 16"),
         (1, 1.175, "1.17 for pages of 1"),
     ),
-    *(
-        Claim(
-            f"pages of {page} beside keys in order with lengths{gpu}",
-            file,
-            14,
-            geomean(over(f"page {page}", "lens")),
-            said,
-            at_most=most,
-            within=0.02,
-        )
-        for gpu, file, bounds in (
-            (
-                "",
-                "paged",
-                (
-                    (256, 1.025, "mean for pages of 256 and 64, 1.05 for pages of 16, and 1.07 for pages of 1"),
-                    (64, 1.025, "mean for pages of 256 and 64, 1.05 for pages of 16, and 1.07 for pages of 1"),
-                    (16, 1.055, "1.05 for pages of 16, and 1.07 for pages of 1"),
-                    (1, 1.075, "1.05 for pages of 16, and 1.07 for pages of 1"),
-                ),
-            ),
-            (
-                " on an H200",
-                "paged_h200",
-                (
-                    (256, 1.025, "1.03 for pages of 64, 1.05 for pages of 16, and 1.11 for pages of 1"),
-                    (64, 1.035, "1.03 for pages of 64, 1.05 for pages of 16, and 1.11 for pages of 1"),
-                    (16, 1.055, "1.03 for pages of 64, 1.05 for pages of 16, and 1.11 for pages of 1"),
-                    (1, 1.11, "1.03 for pages of 64, 1.05 for pages of 16, and 1.11 for pages of 1"),
-                ),
-            ),
-        )
-        for page, most, said in bounds
+    *_pages_beside(
+        "lens",
+        "pages of {} beside keys in order with lengths",
+        "paged",
+        geomean,
+        (256, 1.025, "mean for pages of 256 and 64, 1.05 for pages of 16, and 1.07 for pages of 1"),
+        (64, 1.025, "mean for pages of 256 and 64, 1.05 for pages of 16, and 1.07 for pages of 1"),
+        (16, 1.055, "1.05 for pages of 16, and 1.07 for pages of 1"),
+        (1, 1.075, "1.05 for pages of 16, and 1.07 for pages of 1"),
+    ),
+    *_pages_beside(
+        "lens",
+        "pages of {} beside keys in order with lengths on an H200",
+        "paged_h200",
+        geomean,
+        (256, 1.025, "1.03 for pages of 64, 1.05 for pages of 16, and 1.11 for pages of 1"),
+        (64, 1.035, "1.03 for pages of 64, 1.05 for pages of 16, and 1.11 for pages of 1"),
+        (16, 1.055, "1.03 for pages of 64, 1.05 for pages of 16, and 1.11 for pages of 1"),
+        (1, 1.11, "1.03 for pages of 64, 1.05 for pages of 16, and 1.11 for pages of 1"),
     ),
     Claim(
         "pages of 256 beside keys in order, ragged",
