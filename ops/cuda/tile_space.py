@@ -37,8 +37,8 @@ class TileSpace:
             as the longest work tile leaves all of them whole.
         margin: the most tiles by which a work tile counts as longer at each end, see
             `tatten.ops.cuda.kernels.tile_scheduler`.
-        lanes: the parts of the tile space for neighbouring work tiles of a kv_row, which divide their number. For the
-            decode kernel they divide the number of programs, too.
+        lanes: the number of lanes, see `tatten.ops.cuda.kernels.tile_scheduler`. It divides the number of work tiles of
+            a kv_row and, for the decode kernel, the number of programs.
     """
 
     groups: int
