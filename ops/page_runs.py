@@ -51,6 +51,11 @@ def group_sizes(batch: int) -> list[int]:
     return [min(size, power_of_2(batch)) for size in GROUP_SIZES]
 
 
+def first_row(batch: int, size: int) -> int:
+    """Return the first row of the grouping with row groups of up to `size` sequences."""
+    return ROWS_OF_GROUPING * group_sizes(batch).index(size)
+
+
 def unit_pages(page_size: int) -> int:
     return max(1, UNIT_KEYS // page_size)
 

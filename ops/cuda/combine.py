@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.gpu import has_early_launches, multiprocessors
-from tatten.ops.cuda.kernels.combine import _combine_kernel
+from tatten.ops.cuda.kernels.combine import SIZES, _combine_kernel
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.cuda.tuning import gpu_rates
@@ -67,11 +67,7 @@ class Combine:
 
 
 def _sizes(x: TileSpace, suffix: str) -> dict[str, int]:
-    names = (
-        *("block_list_stride", "groups", "work_tiles", "kv_len", "kv_heads", "seqs_per_kv", "q_blocks", "programs"),
-        "lanes",
-    )
-    return {f"{'n_groups' if name == 'groups' else name}_{suffix}": getattr(x, name) for name in names}
+    return {f"{name}_{suffix}": getattr(x, "groups" if name == "n_groups" else name) for name in SIZES}
 
 
 def combine_block(partials: int, states: int, dim: int) -> tuple[int, int]:

@@ -37,7 +37,7 @@ LEAST_CHUNK = 1024  # keys of a chunk; a multiple of every `block_n`
 # sequences of 128 to 4096 keys 140 and 121, in pages of 64 153 and 125; 16 of 128 to 2048 keys with a mask 38 and 30;
 # 256 of 128 to 8192 keys and 64 query heads, in pages of 64, 758 and 679.
 MARGIN_KEYS = 128
-# Programs go through the heads of sequences in step if these have room for as many bytes of keys and values.
+# Programs go through the heads of a sequence in step if the table and the pool have room for this many bytes.
 # Microseconds with 1, 2, 4 and 8 lanes, on an H200 with 8 kv heads: 32 of 1024 to 65536 keys in pages of 16 473, 471,
 # 466, 465, in pages of 256 459, 463, 454, 453; 128 x 4096 keys 516, 514, 515, 509. With 0.5 GiB there is no gain: 16 x
 # 8192 136, 137, 137, 135; 32 x 4096 150, 152, 151, 153.
@@ -228,9 +228,8 @@ def _most_lanes(call: AttentionCall, stored: KeyValue, block_m: int) -> int:
     """Return the most lanes: several for sequences with room for many keys, whose heads are neighbours in a page."""
     key, table = stored.key, stored.block_table
     heads_are_neighbours = key.stride(1) < key.stride(2)
-    if table is None or not heads_are_neighbours or not _has_spare_registers(call, stored, block_m):
-        return 1
-    if stored.shared_pages is not None:
+    measured = heads_are_neighbours and stored.shared_pages is None and _has_spare_registers(call, stored, block_m)
+    if table is None or not measured:
         return 1
     keys = min(table.shape[0] * table.shape[1], key.shape[0]) * key.shape[2] * key.shape[1]
     large = keys * (call.query.shape[3] + stored.value.shape[3]) * key.element_size() >= LEAST_BYTES_IN_STEP

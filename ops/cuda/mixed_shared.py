@@ -17,9 +17,9 @@ from tatten.ops.cuda.kernels.mixed_shared import LISTS, _combine_shared_kernel, 
 from tatten.ops.cuda.kernels.query_blocks import FEW_ROWS
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.ragged_launches import AttendBlocks, BlockClass, attend_launches, has_pdl, heads_per_kv
-from tatten.ops.cuda.shared_attention import first_row_of, plan_shared_part
+from tatten.ops.cuda.shared_attention import plan_shared_part
 from tatten.ops.mixed_batch import MixedCall
-from tatten.ops.page_runs import LEVELS, ROWS_OF_GROUPING, UNIT_KEYS
+from tatten.ops.page_runs import LEVELS, ROWS_OF_GROUPING, UNIT_KEYS, first_row
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import State
 
@@ -71,6 +71,7 @@ def plan_shared_blocks(
     steps = call.sequences(like, call.block_table, call.kv_lens, call.shared_pages)
     (stored,) = steps.segments
     shared_part = plan_shared_part(steps, stored._replace(kv_lens=None, row_groups=kept_rows), programs)
+    members = shared_part.tile_space.seqs_per_kv
     pdl = has_pdl(call)
     list_blocks = Launch(
         _list_shared_kernel,
@@ -80,8 +81,8 @@ def plan_shared_blocks(
         q_heads=q_heads,
         **list_sizes(call, *classes, on_hopper),
         ENTRIES=power_of_2(LEVELS * batch + 1),
-        MEMBERS=shared_part.tile_space.seqs_per_kv,
-        FIRST_ROW=first_row_of(shared_part, batch),
+        MEMBERS=members,
+        FIRST_ROW=first_row(batch, members),
         DIM=dim,
         PDL=pdl,
     )

@@ -19,7 +19,7 @@ from tatten.ops.cuda.sm90 import DTYPES, key_tiling, strides_in_units
 from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.cuda.tma import Tiling, takes_tma
 from tatten.ops.mixed_batch import MixedCall
-from tatten.ops.page_runs import LEVELS, ROWS, ROWS_OF_GROUPING, UNIT_KEYS, group_sizes
+from tatten.ops.page_runs import LEVELS, ROWS, UNIT_KEYS, first_row, group_sizes
 from tatten.ops.sizes import ceil_div
 
 LEAST_PAGE = 8  # rows of a box: the swizzle of shared memory repeats every 8 rows
@@ -157,7 +157,7 @@ def plan_shared_segment(call: AttentionCall, stored: KeyValue, programs: int | N
         q_blocks=q_blocks,
         block_m=block_m,
         shared=True,
-        first_row=ROWS_OF_GROUPING * sizes.index(members) if stored.row_groups.shape[0] == ROWS else 0,
+        first_row=first_row(batch, members) if stored.row_groups.shape[0] == ROWS else 0,
     )
     states, slots = (LEVELS * batch, q_heads, q_len), (space.slots, block_m)
     shapes = (*states, dim), states, (*slots, dim), slots

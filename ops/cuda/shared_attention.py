@@ -14,16 +14,17 @@ from tatten.ops.cuda.decode import OWN_PART, SHARED_PART, SegmentLaunch, plan_se
 from tatten.ops.cuda.decode_grid import Place
 from tatten.ops.cuda.gpu import has_large_shared_memory, multiprocessors
 from tatten.ops.cuda.heuristics import Tiles
-from tatten.ops.page_runs import ROWS_OF_GROUPING, UNIT_KEYS, group_sizes
+from tatten.ops.page_runs import UNIT_KEYS, first_row
 from tatten.ops.states import State
 
 if TYPE_CHECKING:
     from tatten.ops.cuda.pages_sm90 import SharedSegment
 
 
-# More programs over own parts than fit into the SMs pay for up to as many sequences. Their number is at most a multiple
-# of the places in the SMs, because each program has room for two partial states: 35 MB for 2112 programs of 16 x 128.
-MOST_SEQUENCES, MOST_WAVES = 256, 4
+MOST_SEQUENCES = 256  # of a batch whose own parts get more programs than fit into the SMs
+# Own parts get at most this multiple of the programs that fit into the SMs. Each program has room for two partial
+# states, which take 35 MB for 2112 programs with 16 queries of 128 columns.
+MOST_WAVES = 4
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,9 @@ def plan_shared_attention(
         call, stored, place, tiles=tiles, programs=programs or _own_part_programs(call, tiles), part=OWN_PART
     )
     spaces = own_part.tile_space, shared_part.tile_space
-    first_row = first_row_of(shared_part, query.shape[0])
-    combine = plan_combine(query, stored.value.shape[3], *spaces, dtype=query.dtype, shared_row=first_row)
+    shared_row = first_row(query.shape[0], shared_part.tile_space.seqs_per_kv)
+    combine = plan_combine(query, stored.value.shape[3], *spaces, dtype=query.dtype, shared_row=shared_row)
     return SharedAttention(shared_part, own_part, combine)
-
-
-def first_row_of(shared_part: SegmentLaunch | SharedSegment, batch: int) -> int:
-    """Return the first row of the grouping that a launch attends to, in the result of `tatten::shared_pages`."""
-    return ROWS_OF_GROUPING * group_sizes(batch).index(shared_part.tile_space.seqs_per_kv)
 
 
 def _own_part_tiles(call: AttentionCall) -> Tiles | None:

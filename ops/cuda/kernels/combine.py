@@ -16,7 +16,7 @@ from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_states, st
 from tatten.ops.cuda.kernels.partials import find_partials, find_shared_partials, fold_partials
 from tatten.ops.cuda.kernels.tile_scheduler import LEVELS, OWN_PART
 
-_SIZES = [
+SIZES = [
     "block_list_stride",
     "n_groups",
     "work_tiles",
@@ -36,7 +36,7 @@ _SIZES = [
         "n_states",
         "window",
         "batch",
-        *[f"{size}_{x}" for x in "ab" for size in _SIZES],
+        *[f"{size}_{x}" for x in "ab" for size in SIZES],
     ]
 )
 def _combine_kernel(
