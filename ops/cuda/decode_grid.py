@@ -35,7 +35,8 @@ from tatten.ops.validation import BLOCK_KEYS
 LEAST_CHUNK = 1024  # keys of a chunk; a multiple of every `block_n`
 # The keys of a margin. Microseconds without and with margins, on an H100 with 32 query heads to 8 kv heads: 64
 # sequences of 128 to 4096 keys 140 and 121, in pages of 64 153 and 125; 16 of 128 to 2048 keys with a mask 38 and 30;
-# 256 of 128 to 8192 keys and 64 query heads, in pages of 64, 758 and 679.
+# 256 of 128 to 8192 keys and 64 query heads, in pages of 64, 758 and 679. On an H200, in pages of 64: 48 of 128 to 4096
+# keys and 16 without keys 140 and 76; own parts of 16 to 2048 keys of 64 sequences that share 8192 104 and 75.
 MARGIN_KEYS = 128
 # Programs go through the heads of a sequence in step if the table and the pool have room for this many bytes.
 # Microseconds with 1, 2, 4 and 8 lanes, on an H200 with 8 kv heads: 32 of 1024 to 65536 keys in pages of 16 473, 471,
@@ -238,7 +239,7 @@ def _most_lanes(call: AttentionCall, stored: KeyValue, block_m: int) -> int:
 
 def _most_margin(call: AttentionCall, stored: KeyValue, mask: MaskPlan, block_m: int, block_n: int) -> int:
     """Return the most tiles of a margin: none if all sequences have one length, or share keys in row groups."""
-    ragged = mask.groups > 1 and stored.row_groups is None and stored.shared_pages is None
+    ragged = mask.groups > 1 and stored.row_groups is None
     return MARGIN_KEYS // block_n if ragged and _has_spare_registers(call, stored, block_m) else 0
 
 

@@ -83,8 +83,8 @@ def _own_part_programs(call: AttentionCall, tiles: Tiles | None) -> int | None:
 
     Own parts get the SMs that the runs of row groups leave, at different times. Short programs divide them evenly, even
     if lengths differ. Microseconds with a program for each place in the SMs, and with this choice (H200): 256 x 256 own
-    keys after 8192 shared ones 177, 164; 256 of 16 to 512 keys 221, 173; 128 of 16 to 4096 keys after 2048 197, 173;
-    20/20 heads, 128 of 16 to 512 keys after 10240 241, 177, with 2112 programs for 2560 work tiles. Programs of more
+    keys after 8192 shared ones 174, 167; 256 of 16 to 512 keys 195, 167; 128 of 16 to 4096 keys after 2048 160, 141;
+    20/20 heads, 128 of 16 to 512 keys after 10240 174, 140, with 2112 programs for 2560 work tiles. Programs of more
     sequences take longer to find their share: 512 x 256 keys and 64 query heads take 470 us, and 514.
     """
     if tiles is None or call.query.shape[0] > MOST_SEQUENCES:

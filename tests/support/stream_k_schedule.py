@@ -39,7 +39,7 @@ class Schedule:
         tiles: the number of tiles of each work tile, at least 1, in the order of the tile space.
         programs: the number of programs launched.
         min_tiles: the least number of tiles of a program; fewer programs take part if there are too few tiles.
-        most_margin: the most tiles by which a work tile counts as longer at each end; 0 if a kv_row is empty.
+        most_margin: the most tiles by which a work tile counts as longer at each end.
     """
 
     tiles: tuple[int, ...]
@@ -77,10 +77,10 @@ class Schedule:
     def margin(self) -> int:
         """The tiles by which each work tile counts as longer at each end: none if work tiles have equal lengths.
 
-        At most half of a program's tiles, and at most the shortest work tile.
+        At most half of a program's tiles.
         """
-        least = min(self.tiles)
-        return min(self.most_margin, sum(self.tiles) // (2 * self.programs), least) if least < max(self.tiles) else 0
+        even = min(self.tiles) == max(self.tiles)
+        return 0 if even else min(self.most_margin, sum(self.tiles) // (2 * self.programs))
 
     @property
     def total_tiles(self) -> int:

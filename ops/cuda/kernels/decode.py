@@ -172,7 +172,7 @@ def _decode_kernel(
         if not WAIT_LAST:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    tiles, ends, work_tiles, margin = tile_space(
+    tiles, ends, total_tiles, work_tiles, margin = tile_space(
         kv_lens,
         block_list,
         row_groups,
@@ -192,7 +192,6 @@ def _decode_kernel(
     )
     groups = tl.arange(0, GROUPS)
     program = tl.program_id(0)
-    total_tiles = tl.max(ends, axis=0)
     if LANES:
         lane_tiles = total_tiles
         program = share_of_program(program, programs, lanes)

@@ -44,7 +44,7 @@ def find_partials(
     _, _, _, _, kv_lens, block_list, row_groups, shared = partials
     if row_groups is not None:
         sequence = tl.load(row_groups + 3 * (batch + 1) + sequence)  # its place
-    tiles, ends, work_tiles, margin = tile_space(
+    tiles, ends, total_tiles, work_tiles, margin = tile_space(
         kv_lens,
         block_list,
         row_groups,
@@ -63,7 +63,6 @@ def find_partials(
         PART,
     )
     tiles = chunks_of(tiles, CHUNK)
-    total_tiles = tl.max(ends, axis=0)
     heads_per_kv = q_heads // kv_heads
     q_row = (head % heads_per_kv * seqs_per_kv + sequence % seqs_per_kv) * q_len + position
     work_tile = (sequence // seqs_per_kv * kv_heads + head // heads_per_kv) * q_blocks + q_row // BLOCK_M

@@ -8,8 +8,7 @@ With chunks, the tile space numbers chunks of tiles instead. Their places depend
 
 With margins, each work tile counts as some tiles longer at each end. A program that reaches another work tile has to
 store a state, load queries and fill its pipeline. Programs with many short work tiles would end last otherwise. A cut
-within a margin falls between work tiles. Work tiles of equal length have no margins, as each may be cut evenly. A
-margin is no longer than the shortest work tile: a batch padded with empty sequences, which cost little, has none.
+within a margin falls between work tiles. Work tiles of equal length have no margins, as each may be cut evenly.
 
 With `LANES`, the tile space has `lanes` parts of equal length. Lane i has every `lanes`-th work tile of a group, from
 work tile i on. Neighbouring programs take shares of different lanes, and go through neighbouring work tiles in step:
@@ -53,11 +52,11 @@ def tile_space(
     shared=None,
     PART: tl.constexpr = 0,
 ):
-    """Count the tiles of a work tile of each group, and find where the group ends in a lane.
+    """Count the tiles of a work tile of each group, and find where the group ends in a lane, and where the lane ends.
 
-    A group has one length: it is a kv_row, or all of them together. It has `work_tiles` work tiles. The third result is
-    their number in a lane: with row groups, which take the place of kv_rows, only the device knows it. The last result
-    is the margin. With chunks the ends count chunks.
+    A group has one length: it is a kv_row, or all of them together. It has `work_tiles` work tiles. The fourth result
+    is their number in a lane: with row groups, which take the place of kv_rows, only the device knows it. The last
+    result is the margin. With chunks the ends count chunks.
     """
     BLOCK_N: tl.constexpr = SPACE[1]
     GROUPS: tl.constexpr = SPACE[2]
@@ -90,19 +89,18 @@ def tile_space(
         tiles = (lens + BLOCK_N - 1) // BLOCK_N
         if WINDOW:
             tiles -= tl.maximum(lens - q_len - window + 1, 0) // BLOCK_N
-    exists = groups < n_groups
-    if MARGIN:
-        least = tl.min(tl.where(exists, tiles, 1 << 30), axis=0)
-    tiles = tl.where(exists, tl.maximum(tiles, 1), 0)  # the output of an empty kv_row is written too
+    tiles = tl.where(groups < n_groups, tl.maximum(tiles, 1), 0)  # the output of an empty kv_row is written too
     if LANES:
         work_tiles = work_tiles // lanes
-    ends, margin = tl.cumsum(chunks_of(tiles, CHUNK) * work_tiles, axis=0), 0
+    sizes = chunks_of(tiles, CHUNK)
+    total, margin = tl.sum(sizes, axis=0), 0
     if MARGIN:
-        total = tl.max(ends, axis=0) * (lanes if LANES else 1)
-        margin = tl.minimum(tl.minimum(total // (2 * programs), least), MARGIN)
-        margin = tl.where(least == tl.max(tiles, axis=0), 0, margin)
-        ends += 2 * margin * work_tiles * tl.minimum(groups + 1, n_groups)
-    return tiles, ends, work_tiles, margin
+        even = total == tl.max(tiles, axis=0) * n_groups
+        margin = total * work_tiles * (lanes if LANES else 1) // (2 * programs)
+        margin = tl.where(even, 0, tl.minimum(margin, MARGIN))
+        total += 2 * margin * n_groups
+        sizes += 2 * margin
+    return tiles, tl.cumsum(sizes * work_tiles, axis=0), total * work_tiles, work_tiles, margin
 
 
 @triton.jit

@@ -110,16 +110,16 @@ def test_margins_do_not_depend_on_lanes(monkeypatch: pytest.MonkeyPatch) -> None
 
     @triton.jit
     def margin_of(lens, out, lanes, SPACE: tl.constexpr):  # type: ignore[no-untyped-def]
-        _, _, _, margin = tile_space(lens, None, None, 0, 4, 8, 640, 0, 1, 16, 4, lanes, SPACE, False)
+        _, _, _, _, margin = tile_space(lens, None, None, 0, 4, 8, 640, 0, 1, 16, 4, lanes, SPACE, False)
         tl.store(out, margin)
 
     monkeypatch.setitem(margin_of.fn.__globals__, "tile_space", tile_space)  # the interpreter knows globals alone
     margins = []
     for lanes in (1, 8):
         out = torch.zeros(1, dtype=torch.int32)
-        margin_of[(1,)](torch.tensor([160, 80, 64, 100]), out, lanes, SPACE=(16, 16, 4, 0, False, 8, lanes > 1))
+        margin_of[(1,)](torch.tensor([240, 80, 20, 0]), out, lanes, SPACE=(16, 16, 4, 0, False, 8, lanes > 1))
         margins.append(int(out))
-    assert margins == [4, 4]
+    assert margins == [5, 5]
 
 
 def test_shared_pages_that_a_call_can_not_use_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
