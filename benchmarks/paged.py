@@ -1,6 +1,7 @@
 """Decode attention of keys in pages, beside tatten's dense op on the same numbers in order.
 
     python benchmarks/paged.py --device cuda                    # the nine decode shapes, and five of ragged lengths
+    python benchmarks/paged.py --device cuda --section padded   # two batches with empty sequences
     python benchmarks/paged.py --device cpu                     # tiny shapes
     python benchmarks/paged.py --device cpu --section gathered  # 8 x 4096 keys in both dtypes
     python benchmarks/paged.py --device cpu --section short     # short sequences in both dtypes
@@ -188,7 +189,9 @@ def bars(rows: list[dict]) -> dict[str, tuple[float, float]]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--section", nargs="*", default=["nine", "ragged"], choices=["nine", "ragged", *ON_CPU])
+    parser.add_argument(
+        "--section", nargs="*", default=["nine", "ragged"], choices=["nine", "ragged", "padded", *ON_CPU]
+    )
     args = parser.parse_args()
     if args.device == "cuda" and (here := [x for x in args.section if x in ON_CPU]):
         parser.error(f"section {here[0]} is for --device cpu, got --device cuda")

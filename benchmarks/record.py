@@ -92,10 +92,22 @@ STEPS = {
         Step("overhead", "overhead.py --device cuda", 1),
         *pages_steps("_h200"),
         Step(
+            "paged_padded_h200",
+            "paged.py --device cuda --section padded --rounds 5",
+            1,
+            "paged.py --section padded --rounds 1",
+        ),
+        Step(
             "shared_ragged_h200",
             "shared_pages.py --device cuda --section ragged --rounds 5",
             1,
             "shared_pages.py --section ragged --rounds 1",
+        ),
+        Step(
+            "decode_loop_h200",
+            "decode_loop.py --device cuda --batch 1 --only loop --first-call-limit 150",
+            4,
+            "decode_loop.py --batch 1 --only loop --rounds 1",
         ),
         Step("gathers_cuda", "gathers.py --device cuda", 2, "gathers.py --rounds 1"),
         Step(

@@ -48,6 +48,12 @@ def ragged(name: str, lengths: list[int], q_heads: int = 32, kv_heads: int = 8) 
     return Shape("ragged", name, q_heads, kv_heads, tuple(lengths), -(-max(lengths) // peers.PAGE) * peers.PAGE)
 
 
+def padded(low: int, high: int, batch: int, empty: int, q_heads: int = 32, kv_heads: int = 8) -> Shape:
+    """A batch with empty sequences, as serving engines pad it to the size of a captured graph."""
+    name = f"{batch} of {low} to {high}, and {empty} empty"
+    return replace(ragged(name, log_uniform(batch, low, high) + [0] * empty, q_heads, kv_heads), section="padded")
+
+
 def short_shapes() -> list[Shape]:
     """Sequences of few keys, in capacities of whole pages of 256."""
     shapes = []
@@ -109,6 +115,8 @@ def cuda_shapes() -> list[Shape]:
         ragged("one 128k and 31 of 1k", one_long),
         ragged("log-uniform 1k to 64k", log_uniform(8, k, 64 * k)),
         ragged("one 128k and 31 of 1k", one_long, 64),
+        padded(128, 4 * k, 48, 16),
+        padded(128, 2 * k, 192, 64),
         *(static(batch, used) for batch in (1, 8, 32) for used in (k, 4 * k)),
     ]
     return with_invariant(shapes)
@@ -121,6 +129,7 @@ def cpu_shapes() -> list[Shape]:
         *(uniform("grid", batch, 8, 2, length) for batch in (1, 4) for length in (128, 512)),
         ragged("log-uniform 64 to 1k", log_uniform(8, 64, 1024), 8, 2),
         ragged("one 2k and 3 of 64", [2048, 64, 64, 64], 8, 2),
+        padded(64, 1024, 5, 3, 8, 2),
         *(static(batch, 64, 8, 2) for batch in (1, 4)),
     ]
     return with_invariant(shapes)

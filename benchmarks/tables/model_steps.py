@@ -123,6 +123,18 @@ TABLES = {
             "loop to floor": loop_to_floor,
         },
     ),
+    "decode_loop_h200": Table(
+        "decode_loop_h200",
+        {
+            "layers": "layers",
+            "slots": "capacity",
+            "used": "used",
+            "decode_loop": loop_ms("loop"),
+            "replay": figure("replay_ms", 2),
+            "byte floor": figure("floor_ms", 2),
+            "loop to floor": loop_to_floor,
+        },
+    ),
     "decode_loop_lookup": Table(
         "decode_loop_lookup",
         {

@@ -83,6 +83,7 @@ MIXED: dict[str, Cell | str] = {
 TABLES = {
     "paged": Table("paged", PAGED),
     "paged_h200": Table("paged_h200", PAGED),
+    "paged_padded_h200": Table("paged_padded_h200", PAGED),
     "paged_short": Table("paged_cpu", SHORT, lambda r: r["section"] == "short"),
     "gathers": Table("gathers_cuda", GATHERS),
     "shared_pages": Table("shared_pages", SHARED, lambda r: r["section"] == "shared"),
