@@ -20,7 +20,7 @@ def attend_at_once(query: Tensor, stored: KeyValue, scale: float | None) -> Stat
 
     The result is None if a check fails or the kernel needs help; nothing raises, and no tensor was written.
     """
-    key, value, attn_mask, _, block_mask, *_ = stored
+    key, value, attn_mask, _, block_mask, _, key_scale, value_scale, *_ = stored
     shape, kv_shape, dtype = query.shape, key.shape, query.dtype
     if not (
         len(shape) == len(kv_shape) == 4
@@ -33,6 +33,8 @@ def attend_at_once(query: Tensor, stored: KeyValue, scale: float | None) -> Stat
         and key.dtype is dtype
         and value.dtype is dtype
         and dtype in FLOAT_DTYPES
+        and key_scale is None
+        and value_scale is None
         and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
     ):
         return None

@@ -99,9 +99,14 @@ BAD = [
 ]
 
 
+@pytest.mark.parametrize("variant", ["masked", "plain"])
 @pytest.mark.parametrize(("change", "error", "says"), [bad[1:] for bad in BAD], ids=[bad[0] for bad in BAD])
-def test_decode_attention(change: dict, error: type[Exception], says: list[str]) -> None:
-    inputs = good() | change
+def test_decode_attention(change: dict, error: type[Exception], says: list[str], variant: str) -> None:
+    """The CPU attends at once if there is neither a mask nor a length."""
+    inputs = good()
+    if variant == "plain":
+        del inputs["attn_mask"], inputs["kv_lens"]
+    inputs |= change
     query, key, value = inputs.pop("query"), inputs.pop("key"), inputs.pop("value")
     for call in (
         lambda: tatten.decode_attention(query, key, value, **inputs),
