@@ -145,6 +145,8 @@ def test_an_assistant_at_positions() -> None:
         ({"max_q_len": 0}, ValueError, "option `max_q_len` must be at least 1, got 0"),
         ({"inner": "eager", "decode": True}, ValueError, "option `decode` needs `inner`"),
         ({"max_q_len": "8"}, TypeError, "`max_q_len`"),
+        ({"max_qlen": 2}, ValueError, "`options` must be options of tatten .*max_qlen"),
+        ({"inner": "nope"}, ValueError, "option `inner` must be one of"),
     ],
 )
 def test_a_bad_option_is_an_error(options: dict[str, Any], error: type[Exception], says: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import CompileConfig
 
+from tatten.inner_compiler import inner_compiler
 from tatten.options import split_options
 
 # A loop captures its step itself, so modes that let Inductor capture CUDA graphs are replaced by modes without graphs.
@@ -20,14 +21,15 @@ def compile_arguments(config: CompileConfig | None, device: torch.device) -> dic
     user sets it.
 
     Raises:
-        TypeError, ValueError: an option of tatten has a value that is not allowed. An error that is raised while a step
-            compiles would count as a step that can't be compiled.
+        TypeError, ValueError: tatten or its inner backend has no such mode or option, or allows no such value. An error
+            that is raised while a step compiles would count as a step that can't be compiled.
     """
     backend = "tatten" if config is None else config.backend
     mode = None if config is None else WITHOUT_GRAPHS.get(config.mode, config.mode)
     options = dict((config.options if config is not None else None) or {})
     if backend == "tatten":
-        tatten_options, _ = split_options(options)
+        tatten_options, inner_options = split_options(options)
+        inner_compiler(tatten_options.inner, mode, inner_options)
         if tatten_options.inner == "inductor" and device.type == "cuda" and mode in (None, "default"):
             options = {"decode": not tatten_options.batch_invariant, **options}
     return {"backend": backend, "mode": mode, "options": options or None}
