@@ -29,6 +29,8 @@ $(VENV)/installed-docs: $(VENV)/installed
 
 env: $(VENV)/installed-test
 
+# Threads that spin while they wait take the cores from each other on a busy machine.
+demo: export OMP_WAIT_POLICY := passive
 demo: $(VENV)/installed
 	$(BIN)/python examples/static_cache.py $(ARGS)
 
