@@ -31,6 +31,8 @@ class Prompts:
             raise TypeError(f"`prompt_lens` must be int32 or int64, got {lens.dtype}")
         if lens is not None and lens.dim() != 1:
             raise ValueError(f"`prompt_lens` must be [prompts], got shape {tuple(lens.shape)}")
+        if lens is not None and lens.device.type == "cpu" and len(lens) and lens.min() < 0:
+            raise ValueError(f"`prompt_lens` must be at least 0, got {int(lens.min())}")
         self.mask, self.lens = mask, lens
 
     @property
@@ -63,9 +65,8 @@ class Prompts:
     def positions(self, places: Tensor, prompt_length: int) -> Tensor:
         """Return the positions of the tokens at these places, int64 `[1 or G, len(places)]`, not counting padding."""
         if self.mask is not None:
-            padding = (~F.pad(self.mask, (0, 1), value=True)).cumsum(
-                1
-            )  # the last column is for all tokens after the prompts
+            # The last column is for all tokens after the prompts.
+            padding = (~F.pad(self.mask, (0, 1), value=True)).cumsum(1)
             return (places - padding.index_select(1, places.clamp(max=self.mask.shape[1]))).clamp(min=0)
         if self.lens is not None:
             padding = (places.clamp(max=prompt_length - 1) + 1 - self.lens[:, None]).clamp(min=0)
@@ -76,6 +77,12 @@ class Prompts:
         """Return the prompts with a function of tensors `[G, ...]` applied to the mask or the lengths."""
         mask, lens = (None if tensor is None else change(tensor) for tensor in (self.mask, self.lens))
         return Prompts(mask, lens)
+
+    def check_lens(self, prompt_length: int) -> None:
+        """Raise ValueError if a prompt has more than `prompt_length` tokens. Lengths on an accelerator are not read."""
+        if self.lens is not None and self.lens.device.type == "cpu" and self.lens.max() > prompt_length:
+            tokens = f"{prompt_length}, the tokens of each prompt with padding"
+            raise ValueError(f"`prompt_lens` must be at most {tokens}, got {int(self.lens.max())}")
 
     def check(self, key: Tensor, start: int) -> None:
         """Raise ValueError unless the mask or the lengths fit keys `[batch, kv_heads, q_len, ...]` from `start` on."""

@@ -126,13 +126,16 @@ class SharedPrefixCache(BaseCache):
 
         Raises:
             ValueError, TypeError: `n` or `capacity` is not an int of at least 1, the call comes before the prefill or
-                in the middle of a step, or `into` does not fit. Nothing has been written.
+                in the middle of a step, one of `prompt_lens` exceeds the prefill, or `into` does not fit. Nothing has
+                been written.
         """
         used = used_slots(self.layers, "fork")
         if self.agreement is not None:
             self.agreement.check_fork(n, capacity, self.batch_size, used)
         check_positive("n", n)
         check_positive("capacity", capacity)
+        if not self.layers[0].static:  # the first fork
+            self.prompts.check_lens(self.layers[0].prefix_length)
         self._check_into(into)
         layers = fork_layers(self.layers, n, capacity, used)
         if into is None:

@@ -115,6 +115,7 @@ def test_bad_prompt_mask(real: Tensor, error: type[Exception], message: str) -> 
         (torch.ones(2, 1, dtype=torch.int64), ValueError, r"must be \[prompts\], got shape \(2, 1\)"),
         (torch.ones(1, dtype=torch.int64), ValueError, "`prompt_lens` must have batch 2, as `key`, got 1"),
         (torch.ones(2, dtype=torch.int64, device="meta"), ValueError, "must be on cpu, as `key`, got meta"),
+        (torch.tensor([3, -1]), ValueError, "`prompt_lens` must be at least 0, got -1"),
     ],
 )
 def test_bad_prompt_lens(lens: Tensor, error: type[Exception], message: str) -> None:
@@ -122,6 +123,17 @@ def test_bad_prompt_lens(lens: Tensor, error: type[Exception], message: str) -> 
         SharedPrefixCache(2, prompt_lens=lens).update(0, *tensors(2, 2, 3, 8))
     with pytest.raises(ValueError, match="`prompt_lens` must be None if `prompt_mask` is passed, got both"):
         SharedPrefixCache(2, torch.ones(2, 3, dtype=torch.bool), prompt_lens=lens)
+
+
+def test_lengths_beyond_the_prompts() -> None:
+    cache = SharedPrefixCache(1, prompt_lens=torch.tensor([3, 5]))
+    cache.update(0, *tensors(2, 2, 3, 8))
+    with pytest.raises(ValueError, match="`prompt_lens` must be at most 3, the tokens of each prompt with .*, got 5"):
+        cache.fork(2, 4)
+    cache.update(0, *tensors(2, 2, 2, 8))  # the second chunk of the prefill
+    samples = cache.fork(2, 4)
+    samples.update(0, *tensors(4, 2, 2, 8))
+    assert samples.fork(2, 4).batch_size == 8
 
 
 def test_layers_of_one_cache_hold_one_batch() -> None:
