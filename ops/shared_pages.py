@@ -53,8 +53,8 @@ def shared_pages(
         kv_lens: int32 or int64 `[batch]`, as `decode_attention` takes it. Entries beyond a length are ignored.
         n_pages: the number of pages of the pool. Entries outside `[0, n_pages)` are shared by no sequences.
         page_size: the number of keys of a page.
-        q_length: the number of queries of each sequence. Pages count if each of them attends to all of their keys,
-            even under a causal rule; more queries need longer runs of pages to gain from them.
+        q_length: the number of queries of each sequence. Its last `q_length - 1` keys are not shared, and more queries
+            need longer runs of pages to gain from them.
 
     Returns:
         A `SharedPages` on the device of the table.
