@@ -48,6 +48,11 @@ def empty(cache: Cache, like: Cache) -> None:
     cache.is_updated = dict(like.is_updated)
 
 
+def decoder_cache(cache: Cache) -> Cache:
+    """Return the cache of the decoder's self-attention."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
 def decoder_layers(cache: Cache) -> list[Any]:
     """Return the layers of the decoder's self-attention."""
-    return list((cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache).layers)
+    return list(decoder_cache(cache).layers)

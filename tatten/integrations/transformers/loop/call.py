@@ -15,7 +15,7 @@ from transformers.generation import stopping_criteria as sc
 from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.cache import decoder_layers
 from tatten.integrations.transformers.loop.capture import NoStepError
-from tatten.integrations.transformers.loop.generate_call import drafts_of, pad_token, prefill
+from tatten.integrations.transformers.loop.generate_call import drafts_of, is_users_cache, pad_token, prefill
 from tatten.integrations.transformers.loop.processors import Rule, occurred_tokens
 from tatten.integrations.transformers.loop.step import StepState
 
@@ -80,10 +80,16 @@ class GenerateCall:
             The token, `[batch, 1]`, and the size of the vocabulary.
 
         Raises:
-            NoStepError: the model did not write the cache that it was given.
+            NoStepError: the model did not write the cache that it was given, or can't run with the loop's cache.
         """
         cache = self.inputs[CACHE]  # a prefill in chunks replaces it
-        outputs = prefill(self.model, self.ids, self.config, self.inputs)
+        try:
+            outputs = prefill(self.model, self.ids, self.config, self.inputs)
+        except Exception as error:
+            if is_users_cache(cache):
+                raise
+            what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            raise NoStepError(f"the prefill with a static cache raised {what}") from error
         returned = getattr(outputs, CACHE, None)
         # GPT-2 with cross-attention returns the cache as a part of an EncoderDecoderCache.
         if returned is not None and cache not in (returned, getattr(returned, "self_attention_cache", None)):
@@ -99,7 +105,12 @@ class GenerateCall:
         computed = {CACHE, "position_ids", "decoder_position_ids", "decoder_attention_mask"}
         computed |= set() if encodes else {"attention_mask"}
         computed |= {"logits_to_keep"} if self.drafts else set()  # all drafts are checked
-        return {name: x for name, x in self.inputs.items() if name not in computed and x is not None}
+        return {name: x for name, x in self.inputs.items() if name not in computed and not is_missing(x)}
+
+
+def is_missing(x: object) -> bool:
+    """Return True for the value of an input that has none: None, or the empty dict of a call without images."""
+    return x is None or (isinstance(x, dict) and not x)
 
 
 def initial_state(
@@ -137,7 +148,7 @@ def initial_state(
         ended=ended,
         eos=eos,
         pad=None if eos is None else pad_token(call.config, device),
-        noise=torch.ones(batch, vocabulary, device=device) if call.config.do_sample else None,
+        noise=torch.ones(batch, vocabulary, device=device, dtype=torch.float32) if call.config.do_sample else None,
         occurred=occurred_tokens(call.processors, call.ids, first, vocabulary),
         limit=torch.tensor([call.max_length], device=device) if drafts else None,
         operands=tuple([tuple([x.to(device) for x in rule.operands]) for rule in rules]),

@@ -52,6 +52,7 @@ class Runner:
         self.not_captured = not_captured
         self._steps = 0
         self._may_compile = True
+        self.failed = False  # what it compiled, perhaps under other modes of PyTorch, would fail again
         self._graph: torch.cuda.CUDAGraph | None = None
         self._captured: tuple[object, ...] = ()
 
@@ -109,6 +110,7 @@ class Runner:
     def _compile_and_run(self, model: nn.Module, inputs: dict[str, Any]) -> None:
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+        self.failed = True
         try:
             self._step(model, inputs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -116,6 +118,11 @@ class Runner:
             # A backend's failure has only "backend='tatten' raised:" in its first line.
             cause = f"{first} {more[0]}" if first.endswith(":") and more else first
             raise NotCompiledError(f"the step does not compile as one graph: {cause}") from error
+        if any(function.would_compile(args) for function, args in self._calls(model, inputs)):
+            raise NotCompiledError(
+                "a step changes values that it was compiled for, as a hook does that counts its calls"
+            )
+        self.failed = False
 
     def _fingerprint(self, model: nn.Module) -> tuple[object, ...]:
         models = [x for x in (model, self._draft()) if x is not None]

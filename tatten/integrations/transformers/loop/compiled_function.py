@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,9 +30,14 @@ class CompiledFunction:
     def __call__(self, *args: Any) -> None:
         self._compiled(*args)
 
+    def would_compile(self, args: tuple[Any, ...]) -> bool:
+        """Return True if no code that was compiled would run a call with these arguments; False if that is unknown."""
+        accepting = self._accepting(args)
+        return accepting is not None and not accepting
+
     def note_captured(self, args: tuple[Any, ...]) -> None:
         """Remember the code that Dynamo runs for a call, which a CUDA graph has captured."""
-        self._captured = next(self._accepting(args), None)
+        self._captured = next(iter(self._accepting(args) or ()), None)
 
     def still_captured(self, args: tuple[Any, ...]) -> bool:
         """Return True if the code that was captured would also run a call with these arguments.
@@ -40,20 +45,20 @@ class CompiledFunction:
         Dynamo's guards compare everything that the code was compiled for: numbers in closures, globals and objects of
         any class. A replay of a CUDA graph evaluates no guards.
         """
-        return self._captured is not None and any(code is self._captured for code in self._accepting(args))
+        return self._captured is not None and any(code is self._captured for code in self._accepting(args) or ())
 
-    def _accepting(self, args: tuple[Any, ...]) -> Iterator[object]:
-        """Yield each compiled code object whose guards accept a call. Dynamo runs the first of them."""
+    def _accepting(self, args: tuple[Any, ...]) -> list[object] | None:
+        """Return the code objects whose guards accept a call, of which Dynamo runs the first; None if unknown."""
         names = self._code.co_varnames[: self._code.co_argcount]
         arguments = dict(zip(names, args, strict=True))
         try:
             from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-            for entry in _debug_get_cache_entry_list(self._code):
-                if entry.guard_manager.check(arguments):
-                    yield entry.code
+            entries = _debug_get_cache_entry_list(self._code)
+            return [entry.code for entry in entries if entry.guard_manager.check(arguments)]
         except Exception as error:  # of any kind: it's private API
             moved("torch._dynamo.eval_frame", error, "each call of `generate` captures its CUDA graph anew")
+            return None
 
 
 Calls = list[tuple[CompiledFunction, tuple[Any, ...]]]  # functions, each with its arguments

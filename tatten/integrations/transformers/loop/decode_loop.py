@@ -16,6 +16,7 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from tatten.integrations.transformers.config import CACHE, cache_kwargs
+from tatten.integrations.transformers.loop.cache import decoder_cache
 from tatten.integrations.transformers.loop.call import GenerateCall
 from tatten.integrations.transformers.loop.capture import NoStepError, NotCompiledError
 from tatten.integrations.transformers.loop.compiling import compile_arguments
@@ -107,8 +108,10 @@ class DecodeLoop:
             except NoStepError as error:
                 if isinstance(error, NotCompiledError) and is_users_cache(inputs[CACHE]):
                     raise  # the cache already holds the prompt
-                reason, key = str(error), _compile_key(model, generation_config, input_ids, dropped)
-                self._declined.setdefault(model, {})[key] = reason
+                reason = str(error)
+                if isinstance(error, NotCompiledError):
+                    key = _compile_key(model, generation_config, input_ids, dropped)
+                    self._declined.setdefault(model, {})[key] = reason
                 set_rng_state(input_ids.device, state)
         self.reason, self.not_captured, self.launched_steps = reason, None, 0
         if reason not in self._logged:
@@ -183,7 +186,7 @@ class DecodeLoop:
         if surplus and generator is not None and offset:
             generator.set_offset(generator.get_offset() - surplus * offset)
         if surplus and not owns_cache:
-            cache.crop(-surplus)
+            decoder_cache(cache).crop(-surplus)
         sequences = step.state.sequences[:, : call.ids.shape[1] + 1 + reader.needed_tokens].clone()
         if not call.config.return_dict_in_generate:
             return sequences
@@ -191,7 +194,7 @@ class DecodeLoop:
             for key in [key for key, x in steps.items() if x.cache is cache]:
                 del steps[key]
             if surplus:
-                cache.crop(-surplus)
+                decoder_cache(cache).crop(-surplus)
         encodes = call.model.config.is_encoder_decoder
         output_type = GenerateEncoderDecoderOutput if encodes else GenerateDecoderOnlyOutput
         return output_type(sequences=sequences, **cache_kwargs(cache))
@@ -203,7 +206,7 @@ class DecodeLoop:
         removed.
         """
         caller_keeps = not owns_cache or call.config.return_dict_in_generate
-        return self.ahead if on_gpu and (not caller_keeps or cache.is_croppable) else 0
+        return self.ahead if on_gpu and (not caller_keeps or decoder_cache(cache).is_croppable) else 0
 
 
 def _compile_key(model: nn.Module, config: GenerationConfig, ids: Tensor, dropped: Dropped) -> object:

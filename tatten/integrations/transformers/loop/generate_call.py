@@ -16,6 +16,13 @@ from tatten.ops.moved import moved
 # Attributes of a model that only `generate` reads or writes, not a forward pass.
 BOOKKEEPING = "generation_config", "_previous_max_cache_length", "_compiled_call", "_last_compile_config"
 
+# Methods of `generate` whose work a step does, and what a model with a method of its own does in another way.
+REPLACED = {
+    "_update_model_kwargs_for_generation": "updates its inputs after each token",
+    "_sample": "samples tokens",
+    "_has_unfinished_sequences": "ends texts",
+}
+
 
 class Dropped(NamedTuple):
     """The arguments of `generate` that it does not pass to a callable `custom_generate` (transformers 5.17 to 5.24).
@@ -39,8 +46,10 @@ def moved_method(model: PreTrainedModel) -> str | None:
     for name in names:
         if not hasattr(GenerationMixin, name):
             return moved(f"transformers.GenerationMixin.{name}", AttributeError(name), "`generate` runs its own loop")
-    if type(model)._update_model_kwargs_for_generation is not GenerationMixin._update_model_kwargs_for_generation:
-        return f"{type(model).__name__} updates its inputs after each token by code of its own"
+    for name, does in REPLACED.items():
+        theirs = getattr(GenerationMixin, name, None)
+        if theirs is not None and getattr(getattr(model, name), "__func__", None) is not theirs:
+            return f"{type(model).__name__} {does} by code of its own"
     if not getattr(model, "_can_compile_fullgraph", True):
         return f"transformers says that {type(model).__name__} does not compile as one graph with a static cache"
     return None

@@ -39,7 +39,9 @@ class PreparedStep:
     assistant: Assistant | None = None
 
     def uses(self, cache: Cache, draft: nn.Module | None) -> bool:
-        """Return True if the step uses this cache and this draft model."""
+        """Return True if the step uses this cache and this draft model, and did not fail."""
+        if self.runner.failed:
+            return False
         step_cache = self.cache if isinstance(self.cache, Cache) else self.cache()
         return step_cache is cache and (self.assistant.model() if self.assistant else None) is draft
 
@@ -55,7 +57,8 @@ def cache_for(call: GenerateCall, steps: Steps) -> tuple[Cache, tuple[object, ..
     requested = getattr(call.config, "max_cache_len", None) or 0
     capacity = max(capacity_for(call.max_length + call.drafts), requested)
     sources = call.inputs["encoder_outputs"][0].shape if isinstance(like, EncoderDecoderCache) else None
-    key = batch, capacity, call.model.dtype, call.ids.device, sources, mode
+    shapes = repr(call.model.config.to_dict())  # of the layers
+    key = batch, capacity, call.model.dtype, call.ids.device, sources, mode, shapes
     for step_key, step in steps.items():
         if step_key[0] == key:
             assert isinstance(step.cache, Cache)
@@ -89,7 +92,7 @@ def prepare(
         repr(compiling),
         ngram,
         state_of(call.model),
-        () if call.draft is None else (id(call.draft), drafts, state_of(call.draft)),
+        () if call.draft is None else (id(call.draft), drafts, call.draft.dtype, state_of(call.draft)),
         tuple([(name, x) for name, x in sorted(inputs.items()) if isinstance(x, (int, float, str))]),
     )
     step = steps.get(key)

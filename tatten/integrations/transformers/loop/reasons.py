@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation import stopping_criteria as sc
@@ -13,7 +13,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from tatten.integrations.transformers.config import longrope_length
 from tatten.integrations.transformers.loop.cache import static_cache
-from tatten.integrations.transformers.loop.call import longest_text, text_length
+from tatten.integrations.transformers.loop.call import is_missing, longest_text, text_length
 from tatten.integrations.transformers.loop.generate_call import Dropped, drafts_of, is_users_cache, moved_method
 from tatten.integrations.transformers.loop.processors import unsupported_processor
 
@@ -22,6 +22,8 @@ RESULTS = ("output_scores", "output_logits", "output_attentions", "output_hidden
 # Arguments of the model's forward that `generate` passes unchanged at each step, or that a step computes.
 INPUTS = {"use_cache", "logits_to_keep", "attention_mask", "position_ids", "encoder_outputs"}
 INPUTS |= {"decoder_attention_mask", "decoder_position_ids", "cache", "past_key_values", "return_dict"}
+# Modules without dropout. Parts of a model that are replaced after `model.eval()` are in training mode.
+SAME_IN_TRAINING = {nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.Identity, nn.Linear, nn.Embedding, nn.LayerNorm}
 IMPLEMENTATIONS = (None, "static", "dynamic", "dynamic_full", "hybrid", "sliding_window")
 
 
@@ -92,15 +94,22 @@ def _results(config: GenerationConfig) -> str | None:
 
 
 def _model(model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> str | None:
-    if model.training:
-        return "the model is in training mode"
+    if (trains := _in_training_mode(model)) is not None:
+        return trains
     if not _on_device(model, ids.device):
         return "the model and `input_ids` are not on one device"
     indexed = getattr(model.config.get_text_config(decoder=True), "index_topk", None) is not None
     if indexed and inputs.get("attention_mask") is not None and not bool(inputs["attention_mask"].all()):
         return "the indexer of the model picks masked keys, as many as the cache has slots"
-    unknown = sorted(name for name, x in inputs.items() if x is not None and x is not False and name not in INPUTS)
+    unknown = sorted(name for name, x in inputs.items() if not is_missing(x) and x is not False and name not in INPUTS)
     return f"the input `{unknown[0]}` of the model may change at each step" if unknown else None
+
+
+def _in_training_mode(model: nn.Module, name: str = "the model") -> str | None:
+    """Return the reason why a model can't run in a step if a part of it is in training mode: dropout would be other."""
+    trains = (part for part, x in model.named_modules() if x.training and type(x) not in SAME_IN_TRAINING)
+    part = next(trains, None)
+    return None if part is None else f"{f'`{part}` of ' * bool(part)}{name} is in training mode"
 
 
 def _long_text(model: PreTrainedModel, length: int, has_drafts: bool) -> str | None:
@@ -188,8 +197,8 @@ def _assistant(model: PreTrainedModel, draft: Any, config: GenerationConfig) -> 
         return "`num_assistant_tokens` leaves the assistant no token to choose"
     if draft.config.is_encoder_decoder:
         return "the assistant is an encoder-decoder"
-    if draft.training:
-        return "the assistant is in training mode"
+    if (trains := _in_training_mode(draft, "the assistant")) is not None:
+        return trains
     if not _on_device(draft, model.device):
         return "the model and the assistant are not on one device"
     sizes = [x.config.get_text_config(decoder=True).vocab_size for x in (model, draft)]

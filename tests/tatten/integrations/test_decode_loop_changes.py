@@ -1,0 +1,265 @@
+"""Models that change between calls or during a call, and models that decode by code of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_models import GQA
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    EncoderDecoderCache,
+    FalconConfig,
+    FalconForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GenerationMixin,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from tatten.integrations.transformers import DecodeLoop, cache_kwargs
+
+EAGER = CompileConfig(backend="tatten", mode=None, options={"inner": "eager"})
+SMALL = GQA | {
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+
+class Launching(DecodeLoop):
+    """Launches ahead on a CPU too, where nothing is gained, as it does on a GPU."""
+
+    def _steps_ahead(self, cache: Any, ours: bool, call: Any, on_gpu: bool) -> int:
+        return super()._steps_ahead(cache, ours, call, True)
+
+
+class Chunks:
+    """A streamer that keeps its tokens."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, tokens: Tensor) -> None:
+        self.tokens += tokens.flatten().tolist()
+
+    def end(self) -> None:
+        pass
+
+
+def with_weights(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = kind(config)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0, 0.2)  # no token repeats for long, so that wrong keys change the text
+    return model.eval()
+
+
+def llama(kind: type[PreTrainedModel] = LlamaForCausalLM, **changes: Any) -> Any:
+    return with_weights(kind, LlamaConfig(**SMALL | changes))
+
+
+def generated(model: Any, loop: DecodeLoop | None = None, **more: Any) -> Tensor:
+    """Generate with the loop, or without one."""
+    ids = torch.randint(3, 64, (1, 10), generator=torch.Generator().manual_seed(3))
+    looped = {} if loop is None else {"custom_generate": loop, "compile_config": EAGER}
+    torch.manual_seed(0)
+    result = model.generate(ids, **{"do_sample": False, "max_new_tokens": 20, **more, **looped})
+    return result if isinstance(result, Tensor) else result.sequences
+
+
+def assert_same(model: Any, loop: DecodeLoop, reason: str | None, **more: Any) -> None:
+    result = generated(model, loop, **more)
+    assert torch.equal(result, generated(model, **more))
+    if reason is None:
+        assert loop.reason is None
+    else:
+        assert reason in str(loop.reason)
+
+
+class OnlyThree(LlamaForCausalLM):
+    def _sample(self, ids: Tensor, **arguments: Any) -> Tensor:
+        return ids[:, :3]
+
+
+def test_a_model_with_its_own_method_of_sampling() -> None:
+    assert_same(llama(OnlyThree), DecodeLoop(), "OnlyThree samples tokens by code of its own")
+
+
+def test_a_method_of_an_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends_soon(finished: Any, synced: Any, device: Any, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    model, loop = llama(), DecodeLoop()
+    assert_same(model, loop, None)
+    assert hasattr(GenerationMixin, "_has_unfinished_sequences")
+    monkeypatch.setattr(model, "_has_unfinished_sequences", ends_soon)
+    assert_same(model, loop, "LlamaForCausalLM ends texts by code of its own")
+
+
+def counting(calls: list[int]) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        calls[0] += 1
+
+    return hook
+
+
+def keeping(outputs: list[Tensor]) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        outputs.append(output)
+
+    return hook
+
+
+def numbering(_: list[int]) -> Callable[..., None]:
+    def hook(module: Any, inputs: Any, output: Tensor) -> None:
+        module.calls = getattr(module, "calls", 0) + 1
+
+    return hook
+
+
+@pytest.mark.parametrize("hook", [counting([0]), keeping([]), numbering([])], ids=["counts", "keeps", "attribute"])
+def test_a_hook_with_side_effects(hook: Callable[..., None]) -> None:
+    """A captured step would not call it, and a compiled one would be compiled anew for each token."""
+    model, loop, streamer = llama(), DecodeLoop(), Chunks()
+    model.model.layers[1].mlp.register_forward_hook(hook)
+    for _ in range(3):
+        assert_same(model, loop, "a step changes values that it was compiled for")
+    assert generated(model, loop, streamer=streamer)[0].tolist() == streamer.tokens
+
+
+def test_layers_that_are_removed_and_added() -> None:
+    model, loop = llama(num_hidden_layers=3), DecodeLoop()
+    layers = model.model.layers
+    for n in (1, 3, 1):
+        model.model.layers, model.config.num_hidden_layers = layers[:n], n
+        assert_same(model, loop, None)
+
+
+def test_heads_that_change() -> None:
+    model, loop = llama(), DecodeLoop()
+    assert_same(model, loop, None)
+    other = llama(num_key_value_heads=SMALL["num_attention_heads"])
+    model.model, model.config = other.model, other.config
+    assert_same(model, loop, None)
+
+
+@pytest.mark.parametrize("part", ["model.layers.0.self_attn", "model.layers.1"])
+def test_a_part_in_training_mode(part: str) -> None:
+    model, loop = llama(attention_dropout=0.3), DecodeLoop()
+    model.get_submodule(part).train()
+    assert_same(model, loop, f"`{part}` of the model is in training mode")
+
+
+def test_replaced_layers_without_dropout_may_be_in_training_mode() -> None:
+    model = llama()
+    weight = model.lm_head.weight
+    model.lm_head = nn.Linear(*weight.shape[::-1], bias=False)
+    model.lm_head.weight = weight
+    assert model.lm_head.training
+    assert_same(model, DecodeLoop(), None)
+
+
+@pytest.mark.parametrize("kept", ["result", "cache"])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_an_encoder_decoder_whose_text_ends_early(ahead: int, kept: str) -> None:
+    """The steps that were launched behind the end are removed from the decoder's cache."""
+    sizes = {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 64}
+    tokens = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    model, loop = with_weights(T5ForConditionalGeneration, T5Config(**sizes, **tokens)), Launching(ahead)
+    for weight in model.parameters():
+        weight.data.mul_(1.5 if weight.dim() > 1 else 1)  # else one token repeats
+    text = generated(model, eos_token_id=None)[0].tolist()
+    end = next(token for i, token in enumerate(text) if i > 3 and token not in text[:i])
+    more: dict[str, Any] = {"eos_token_id": end, "return_dict_in_generate": True}
+    caches = [EncoderDecoderCache(StaticCache(model.config, max_cache_len=64), DynamicCache()) for _ in range(2)]
+    results = [
+        generated(model, used, **more, **(cache_kwargs(cache) if kept == "cache" else {}))
+        for used, cache in zip((loop, None), caches, strict=True)
+    ]
+    assert loop.reason is None
+    assert torch.equal(*results)
+    if kept == "cache":
+        assert int(caches[0].get_seq_length()) == int(caches[1].get_seq_length())
+
+
+def test_an_assistant_whose_dtype_changes() -> None:
+    model, draft, loop = llama(), llama(num_hidden_layers=1), DecodeLoop()
+    draft.generation_config.num_assistant_tokens = 3
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        draft.to(dtype)
+        result = generated(model, loop, assistant_model=draft)
+        assert loop.reason is None
+        assert torch.equal(result, generated(model))
+
+
+def test_a_model_that_can_not_run_with_a_static_cache() -> None:
+    """transformers' Falcon with alibi can't; `generate` chooses a dynamic cache."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "alibi": True}
+    config = FalconConfig(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+    model, loop = with_weights(FalconForCausalLM, config), DecodeLoop()
+    for _ in range(2):
+        assert_same(model, loop, "the prefill with a static cache raised RuntimeError: The size of tensor")
+
+
+def test_an_error_of_a_prefill_is_that_of_generate() -> None:
+    model, loop = llama(), DecodeLoop()
+    with pytest.raises(IndexError):
+        model.generate(torch.tensor([[3, 99]]), max_new_tokens=3, custom_generate=loop, compile_config=EAGER)
+    assert_same(model, loop, None)
+
+
+def test_text_alone_in_a_model_of_images() -> None:
+    """transformers (5.24) passes an empty `mm_encoder_outputs`."""
+    text = {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=SMALL | text | {"model_type": "gemma3_text", "num_hidden_layers": 2},
+        vision_config=vision | {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_id=60,
+        boi_token_id=61,
+        eoi_token_id=62,
+    )
+    assert_same(with_weights(Gemma3ForConditionalGeneration, config), DecodeLoop(), None)
+
+
+def test_sampling_under_another_default_dtype() -> None:
+    model, loop = llama(), DecodeLoop()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert_same(model, loop, None, do_sample=True, max_new_tokens=60, num_return_sequences=8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_call_after_one_under_a_dispatch_mode() -> None:
+    model, loop = llama(), DecodeLoop()
+    with FlopCounterMode(display=False), contextlib.suppress(RuntimeError):
+        generated(model, loop)  # PyTorch (2.13) does not compile under the mode
+    assert torch.equal(generated(model, loop), generated(model))
+    loop.reset()  # PyTorch 2.11 compiles each step anew under the mode, so that the loop declines the model
+    assert_same(model, loop, None)
+
+
+def test_all_replaced_methods_exist() -> None:
+    from tatten.integrations.transformers.loop.generate_call import REPLACED
+
+    missing = [name for name in REPLACED if not hasattr(GenerationMixin, name)]
+    assert not missing, f"transformers {transformers.__version__} has moved {missing}"
