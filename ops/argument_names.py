@@ -58,6 +58,8 @@ def names_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 raise
             expected, name, got = mismatch.groups()
             wanted = _TYPES.get(expected.removeprefix("Optional[").removesuffix("]"), expected)
+            if name.endswith("dtype"):  # an int to the dispatcher
+                wanted = "a torch.dtype"
             optional = " or None" if expected.startswith("Optional[") else ""
             raise TypeError(f"`{name}` must be {wanted}{optional}, got {got}") from None
 

@@ -136,7 +136,8 @@ def bifurcated_attention(
         True
     """
     for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks), ("indices", indices)):
-        if isinstance(tensors, Tensor):
+        optional = name in ("attn_masks", "indices")
+        if isinstance(tensors, Tensor) or not (hasattr(tensors, "__len__") or (tensors is None and optional)):
             raise TypeError(f"`{name}` must be a sequence of Tensors, got {type(tensors).__name__}")
     if isinstance(block_masks, BlockMask):
         raise TypeError(f"`block_masks` must be a sequence of BlockMasks, got {type(block_masks).__name__}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.states import accumulator_dtype
-from tatten.ops.validation import FLOAT_DTYPES, NARROW_DTYPES, check_devices, check_no_grad
+from tatten.ops.validation import FLOAT_DTYPES, NARROW_DTYPES, check_devices, check_no_grad, dtype_of_query_or
 
 
 def check_index_scores(
@@ -23,8 +23,7 @@ def check_index_scores(
         raise ValueError(f"`query` must be {wanted}, got shape {tuple(query.shape)}")
     batch, q_len, heads, dim = query.shape
     if key.dtype not in (query.dtype, *NARROW_DTYPES):
-        wanted = " or ".join([f"the dtype of `query`, {query.dtype}", *map(str, NARROW_DTYPES)])
-        raise TypeError(f"`key` must have {wanted}, got {key.dtype}")
+        raise TypeError(f"`key` must be {dtype_of_query_or(query.dtype, *NARROW_DTYPES)}, got {key.dtype}")
     if key.dim() != 3 or (key.shape[0], key.shape[2]) != (batch, dim):
         raise ValueError(f"`key` must be [{batch}, kv_length, {dim}], got shape {tuple(key.shape)}")
     _check_dtype("weights", weights, "", query)

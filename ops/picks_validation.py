@@ -47,5 +47,7 @@ def check_indices(indices: Tensor, query: Tensor, key: Tensor, index_block: int,
         raise ValueError(f"`{name}` must be {wanted}, got shape {shape}")
     if indices.device != query.device:
         raise ValueError(f"`{name}` must be on the device of `query`, {query.device}, got {indices.device}")
+    if not isinstance(index_block, int | torch.SymInt):
+        raise TypeError(f"`index_block` must be an int, got {type(index_block).__name__}")
     if index_block < 1:
         raise ValueError(f"`index_block` must be at least 1, got {index_block}")

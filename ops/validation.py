@@ -154,8 +154,8 @@ def check_key_value(
     """Raise unless key and value fit each other and, except in batch, the query. Default of `dtypes`: the query's."""
     dtypes, q, k, v = dtypes or (query.dtype,), query.shape, key.shape, value.shape
     if key.dtype not in dtypes:
-        wanted = " or ".join(["the dtype of `query`, " + str(dtypes[0]), *map(str, dtypes[1:])])
-        raise TypeError(f"`{key_name}` must have {wanted}, got {key.dtype}")
+        wanted = dtype_of_query_or(dtypes[0], *dtypes[1:])
+        raise TypeError(f"`{key_name}` must be {wanted}, got {key.dtype}")
     if value.dtype != key.dtype:
         raise TypeError(f"`{value_name}` must have the dtype of `{key_name}`, {key.dtype}, got {value.dtype}")
     if len(k) != 4 or len(v) != 4:
@@ -193,6 +193,11 @@ def _check_kv_scale(scale: Tensor, query: Tensor, stored: KeyValue, name: str) -
         )
 
 
+def dtype_of_query_or(dtype: torch.dtype, *others: torch.dtype) -> str:
+    """Return the text of an error that names the dtype of a query and the other dtypes that are allowed."""
+    return " or ".join([f"{dtype} (the dtype of `query`)", *map(str, others)])
+
+
 def _float32_or(dtype: torch.dtype) -> str:
     return " or ".join(dict.fromkeys(("torch.float32", str(dtype))))
 
@@ -228,7 +233,7 @@ def check_mask(
 ) -> None:
     """Raise unless `attn_mask` is a bool or additive mask that broadcasts to the shape `scores`."""
     if attn_mask.dtype not in (torch.bool, torch.float32, dtype):
-        raise TypeError(f"`{name}` must be torch.bool, {_float32_or(dtype)}, got {attn_mask.dtype}")
+        raise TypeError(f"`{name}` must be torch.bool or {_float32_or(dtype)}, got {attn_mask.dtype}")
     shape = (1,) * (4 - attn_mask.dim()) + attn_mask.shape
     if len(shape) != 4 or (shape != scores and any(n not in (1, want) for n, want in zip(shape, scores, strict=True))):
         raise ValueError(

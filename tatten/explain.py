@@ -19,6 +19,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     The report includes graphs that `fn` itself compiles, as `generate` does with a `CompileConfig`, unless they are
     cached.
 
+    Raises:
+        TypeError: `fn` is not callable.
+
     Returns:
         A printable report of each SDPA call and of attention that is not an SDPA call, with its source line. For a
         rewritten call it shows the new op and the bytes of K and V before and after. For one that was left unchanged it
@@ -39,6 +42,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
               KV    64 MiB moved per step before, at most 16 MiB read now
         total: 1 of 1 attention calls rewritten in 1 graph
     """
+    if not callable(fn):
+        raise TypeError(f"`fn` must be callable, got {type(fn).__name__}")
 
     # A new function for each call: Dynamo reuses the graphs of a backend that it knows, without a report.
     def backend(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:

@@ -39,8 +39,8 @@ def local_lens(kv_lens: Tensor, interleave: int, rank: int, ranks: int) -> Tenso
     if kv_lens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"`kv_lens` must be int32 or int64, got {kv_lens.dtype}")
     for name, n in (("interleave", interleave), ("rank", rank), ("ranks", ranks)):
-        if isinstance(n, float):
-            raise TypeError(f"`{name}` must be an int, got {n}")
+        if not isinstance(n, int | torch.SymInt):
+            raise TypeError(f"`{name}` must be an int, got {n!r}")
     for name, n in (("interleave", interleave), ("ranks", ranks)):
         if n < 1:
             raise ValueError(f"`{name}` must be at least 1, got {n}")

@@ -188,6 +188,9 @@ def test_bifurcated_attention_counts_its_segments() -> None:
         tatten.bifurcated_attention(query, [inputs["keys"][0], None], inputs["values"])
     with pytest.raises(TypeError, match=r"`keys` must be a sequence of Tensors, got Tensor"):
         tatten.bifurcated_attention(query, inputs["keys"][0], inputs["values"])
+    for name, keys in (("NoneType", None), ("generator", (key for key in inputs["keys"]))):
+        with pytest.raises(TypeError, match=f"`keys` must be a sequence of Tensors, got {name}"):
+            tatten.bifurcated_attention(query, keys, inputs["values"])
 
 
 def test_masks_by_position() -> None:

@@ -163,6 +163,8 @@ def test_out_in_float32_is_what_is_rounded() -> None:
     assert wide.dtype == torch.float32
     assert torch.equal(tatten.latent_attention(*inputs, scale=0.2), wide.bfloat16())
     assert torch.equal(tatten.latent_attention(*inputs, scale=0.2, out_dtype=torch.bfloat16), wide.bfloat16())
+    with pytest.raises(TypeError, match=r"`out_dtype` must be a torch.dtype or None, got str"):
+        tatten.latent_attention(*inputs, scale=0.2, out_dtype="float32")
 
 
 def test_out_has_the_dtype_of_queries_that_were_not_rounded() -> None:

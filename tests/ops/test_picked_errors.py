@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -124,3 +125,10 @@ def test_batch_invariant_takes_no_softcap() -> None:
     for call in CALLS:
         run = lambda call=call: call(False, indices=PICKS, softcap=2.0, batch_invariant=True)
         assert_raises(run, NotImplementedError, ["`softcap`", "batch_invariant", "2.0"])
+
+
+def test_a_block_of_a_size_that_is_no_int() -> None:
+    """The function says so; PyTorch's dispatcher has an error of its own for the op."""
+    query, key = torch.randn(B, HQ, 1, D), torch.randn(B, 1, S, D)
+    run = functools.partial(tatten.decode_attention, query, key, key, indices=PICKS, index_block=2.0)
+    assert_raises(run, TypeError, ["`index_block`", "an int", "got float"])

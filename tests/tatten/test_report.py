@@ -69,6 +69,12 @@ def test_explain() -> None:
         assert part in text
 
 
+@pytest.mark.parametrize("fn", ["x", None], ids=str)
+def test_explain_of_no_function(fn: object) -> None:
+    with pytest.raises(TypeError, match=f"`fn` must be callable, got {type(fn).__name__}"):
+        tatten.explain(fn)
+
+
 def test_explain_again_and_of_what_is_compiled_already() -> None:
     model = Model()
     compiled = torch.compile(model, backend="tatten", options={"inner": "eager"})

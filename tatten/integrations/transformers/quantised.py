@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import StaticLayer
 
+from tatten.caches.arguments import check_positive
 from tatten.caches.static_address import mark_static
 from tatten.integrations.transformers.config import count_full_layers
 
@@ -89,7 +90,7 @@ class QuantizedStaticCache(Cache):  # type: ignore[misc]
         dtype: torch.float8_e4m3fn, which needs a GPU of compute capability 8.9, or torch.int8, which is more accurate.
 
     Raises:
-        ValueError: an argument is invalid, or a layer caches anything else. Sliding layers are not supported: they
+        ValueError, TypeError: an argument is invalid, or a layer caches anything else. Sliding layers are not supported: they
             keep few tokens in any case.
 
     Examples:
@@ -107,8 +108,7 @@ class QuantizedStaticCache(Cache):  # type: ignore[misc]
     def __init__(self, config: PreTrainedConfig, max_cache_len: int, dtype: torch.dtype = torch.float8_e4m3fn):
         if dtype not in LARGEST:
             raise ValueError(f"`dtype` must be {' or '.join(map(str, LARGEST))}, got {dtype}")
-        if max_cache_len < 1:
-            raise ValueError(f"`max_cache_len` must be at least 1, got {max_cache_len}")
+        check_positive("max_cache_len", max_cache_len)
         super().__init__(layers=[QuantizedStaticLayer(max_cache_len, dtype) for _ in range(count_full_layers(config))])
 
     @property

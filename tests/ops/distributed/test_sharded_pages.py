@@ -49,6 +49,8 @@ BAD: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((torch.tensor([3]), 4, 2, 2), ValueError, "`rank` must lie between 0 and 1, as there are 2 ranks, got 2"),
     ((torch.tensor([3]), 2.5, 0, 2), TypeError, "`interleave` must be an int, got 2.5"),
     ((torch.tensor([3]), 4, 0.5, 2), TypeError, "`rank` must be an int, got 0.5"),
+    ((torch.tensor([3]), 4, None, 2), TypeError, "`rank` must be an int, got None"),
+    ((torch.tensor([3]), "16", 0, 2), TypeError, "`interleave` must be an int, got '16'"),
     ((torch.tensor([3]), 4, -1, 2), ValueError, "`rank` must lie between 0 and 1, as there are 2 ranks, got -1"),
     ((torch.tensor([3]), 4, 0, 0), ValueError, "`ranks` must be at least 1, got 0"),
 ]

@@ -101,6 +101,8 @@ def test_bad_input() -> None:
         tatten.QuantizedStaticCache(config, 8, torch.float16)
     with pytest.raises(ValueError, match="`max_cache_len` must be at least 1, got 0"):
         tatten.QuantizedStaticCache(config, 0)
+    with pytest.raises(TypeError, match="`max_cache_len` must be an int, got '16'"):
+        tatten.QuantizedStaticCache(config, "16")
     sliding = MistralConfig(num_hidden_layers=2, sliding_window=4)
     with pytest.raises(ValueError, match=r"`config` must have layers of full attention only, got .*Sliding.* at 0"):
         tatten.QuantizedStaticCache(sliding, 8)
