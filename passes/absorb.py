@@ -58,7 +58,7 @@ def apply_latents(match: LatentMatch, masks: Masks, parts: QueryParts) -> tuple[
         q_rope = None if match.rope is None else _columns(insert, call.query, match.rope[1], parts)
     width = max(columns.hi for columns in (match.columns, *([] if match.rope is None else match.rope[1:])))
     scale = width**-0.5 if call.scale is None else scale_of(call)
-    states = _attend(insert, match, call, masks, (q_latent, q_rope), scale, accumulator_dtype(query.dtype))
+    states = _attend(match, call, masks, (q_latent, q_rope), scale, accumulator_dtype(query.dtype))
     with call.node.graph.inserting_before(call.node):
         state = _merge(insert, states)
         sums = insert(operator.getitem, state, 0)
@@ -94,7 +94,6 @@ def _columns(insert: Inserter, query: Node, piece: Piece, parts: QueryParts) -> 
 
 
 def _attend(
-    insert: Inserter,
     match: LatentMatch,
     call: SdpaCall,
     masks: Masks,

@@ -51,7 +51,7 @@ def selection_at(walk: Walk, draft: Drafting) -> PageSelection | None:
     if name in ALONG:
         return _along_keys(walk, source)
     if name in RESHAPES and op_name(source) in BY_INDEX:
-        return _split_after(walk, source, draft)
+        return _split_after(walk, source)
     index = index_of(node, before.dim())
     if index is None:
         return None
@@ -103,7 +103,7 @@ def index_of(node: Node, rank: int) -> tuple[int, Node, bool] | None:
     return dim % rank, index, op_name(node) != "index_select"
 
 
-def _split_after(walk: Walk, selected: Node, draft: Drafting) -> PageSelection | None:
+def _split_after(walk: Walk, selected: Node) -> PageSelection | None:
     """Return the selection by a flattened table in `x[table.flatten()].view(batch, ...)`, or None."""
     source, after, rows = source_of(selected), known_tensor(walk.node), known_tensor(selected)
     before = tensor_of(source)

@@ -35,7 +35,7 @@ def read_scatter(reading: Reading, node: Node) -> Marked | None:
     if outside is None or (number is not None and not math.isfinite(number) and not filled.is_floating_point()):
         return None
     number = None if number is None or math.isnan(number) else rounded(number, filled.dtype)
-    indices, casts = _before_casts(index, node)
+    indices, casts = _before_casts(index)
     read = ((indices, casts[-1] if casts else node),)
     if op_name(node).endswith("_"):
         marked = Marked(indices, outside, number, path=casts, written=((into, node),), reads=read)
@@ -62,7 +62,7 @@ def _counted(reading: Reading, marked: Marked, source: Any, node: Node) -> Marke
     return dataclasses.replace(marked, indices=counted, inside=1.0, counts=True, in_range=False, reads=reads)
 
 
-def _before_casts(index: Node, reader: Node) -> tuple[Node, tuple[Node, ...]]:
+def _before_casts(index: Node) -> tuple[Node, tuple[Node, ...]]:
     """Return the indices before casts to other integers, in int32 if possible, and the casts, last first."""
     indices, casts, node = index, list[Node](), index
     while op_name(node) in CASTS | INTEGER_CASTS:

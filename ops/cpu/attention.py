@@ -25,6 +25,7 @@ from tatten.ops.cpu.picked import attend_picks
 from tatten.ops.layout import over_keys, pack_gqa, pack_mask, squeeze_broadcast
 from tatten.ops.masks import Span, key_spans
 from tatten.ops.reach import mask_of_reach, narrow_mask
+from tatten.ops.sizes import ceil_div
 from tatten.ops.state_validation import check_stack
 from tatten.ops.states import NEG_INF, State, accumulator_dtype, merge, merge_each
 from tatten.ops.validation import check_batch_invariant, check_decode_attention, check_kv_lens, check_provider
@@ -249,7 +250,7 @@ def _attend_upcast(
             block_scales = _scales_of(scales, *at)
             k, v = (upcast(x[at], f, q_rows.dtype) for x, f in zip((key, value), block_scales, strict=True))
             states.append(kernel(q_rows[at], k, v, None if mask is None else mask[at], scale, some_empty))
-    per_row = -(-kv_heads // block_heads)
+    per_row = ceil_div(kv_heads, block_heads)
     rows = [states[i : i + per_row] for i in range(0, len(states), per_row)]
     out, lse = (torch.cat([torch.cat([state[i] for state in row], dim=1) for row in rows]) for i in (0, 1))
     return out, lse

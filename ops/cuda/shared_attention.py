@@ -42,15 +42,13 @@ class SharedAttention:
         return state.out, state.lse
 
 
-def plan_shared_attention(
-    call: AttentionCall, *, tiles: Tiles | None = None, programs: int | None = None
-) -> SharedAttention:
-    """Plan the launches for a checked call of two sequences or more. `tiles` are for the own parts."""
+def plan_shared_attention(call: AttentionCall, *, programs: int | None = None) -> SharedAttention:
+    """Plan the launches for a checked call of two sequences or more."""
     query, (stored,) = call.query, call.segments
     row_groups = stored._replace(kv_lens=None, row_groups=stored.shared_pages)
     shared_part = plan_shared_part(call, row_groups, programs)
     place = Place(final=False, beside_previous=True)
-    tiles = tiles or _own_part_tiles(call)
+    tiles = _own_part_tiles(call)
     own_part = plan_segment(
         call, stored, place, tiles=tiles, programs=programs or _own_part_programs(call, tiles), part=OWN_PART
     )

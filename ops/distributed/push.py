@@ -23,10 +23,10 @@ from tatten.ops.sizes import power_of_2
 from tatten.ops.states import State
 
 
-def push_unsupported_reason(out: Tensor, lse: Tensor, group: str) -> str | None:
+def push_unsupported_reason(out: Tensor, group: str) -> str | None:
     """Return the reason why `push_merge` can't merge this, the same on all ranks; None if it can.
 
-    It reads no data, so the tensors may be fake. The first call for a group on CUDA is a collective on the host,
+    It reads no data, so `out` may be fake. The first call for a group on CUDA is a collective on the host,
     through the group's store; later calls use its result.
     """
     if out.device.type != "cuda":

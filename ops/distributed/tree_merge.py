@@ -139,7 +139,7 @@ def tree_merge_op(
     if strategy == "auto":
         strategy = fastest(out, lse, group, n, scatter_heads, batch_invariant)
     if strategy == "push":
-        reason = push_unsupported_reason(out, lse, group)
+        reason = push_unsupported_reason(out, group)
         if reason is not None:
             raise NotImplementedError(f"`strategy` 'push' does not support this merge: {reason}")
         merged: State = torch.ops.tatten.push_merge.default(out, lse, group, scatter_heads)
@@ -157,7 +157,7 @@ def fastest(
     With `batch_invariant` it is the same for payloads of all sizes.
     """
     payload = out.numel() * out.element_size() + lse.numel() * lse.element_size()
-    if (batch_invariant or payload <= PUSH_BYTES) and push_unsupported_reason(out, lse, group) is None:
+    if (batch_invariant or payload <= PUSH_BYTES) and push_unsupported_reason(out, group) is None:
         return "push"
     if scatter_heads or batch_invariant:  # with scattered heads it is an all-to-all: each rank gets only its part
         return "all_gather"

@@ -7,7 +7,6 @@ needed, and the mask of a rank has the columns `r, r + n, r + 2 * n ...`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tatten.caches.layout import OneDevice
 from tatten.ops.distributed.striped import Ring
+from tatten.ops.sizes import ceil_div
 
 
 class Interleaved(OneDevice):
@@ -115,7 +115,7 @@ class Interleaved(OneDevice):
         """
         ranks, q_len, n_slots = self.ranks, new[0].shape[2], storage[0].shape[2]
         first = (self.rank - start) % ranks  # the token in this rank's first slot
-        tokens = (first - length) % ranks + ranks * torch.arange(math.ceil(q_len / ranks), device=length.device)
+        tokens = (first - length) % ranks + ranks * torch.arange(ceil_div(q_len, ranks), device=length.device)
         slots, real = (length + tokens - first) // ranks, tokens < q_len
         tokens, slots = tokens.clamp(max=q_len - 1), torch.where(real, slots, slots % n_slots)
         for stored, tensor in zip(storage, new, strict=True):

@@ -17,6 +17,7 @@ from tatten.caches.arguments import check_alike
 from tatten.caches.layout import ONE_DEVICE, OneDevice
 from tatten.caches.selection import Selection, expand_to_batch
 from tatten.caches.static_address import mark_static
+from tatten.ops.sizes import ceil_div
 
 if TYPE_CHECKING:
     from tatten.caches.agreement import Agreement
@@ -165,7 +166,7 @@ class Layer:
         self.layout.check_plain(key, value)
         self._check_fit(key, value)
         if not self.static:
-            slots = -(-tokens // self.layout.ranks)
+            slots = ceil_div(tokens, self.layout.ranks)
             keys, values = (new.new_empty(*new.shape[:2], slots, new.shape[3]) for new in (key, value))
             return keys, values
         self.check_room(tokens)
@@ -213,7 +214,7 @@ class Layer:
             slots = self.layout.slots(self.prefix_length, used)
             child.segments = (*self.segments, (self.keys[:, :, :slots], self.values[:, :, :slots]))
             child.lengths = (*self.lengths, used)
-        child.rows, child.batch_size, child.slots = rows, self.batch_size * n, -(-capacity // self.layout.ranks)
+        child.rows, child.batch_size, child.slots = rows, self.batch_size * n, ceil_div(capacity, self.layout.ranks)
         child.keys = child.values = None
         return child
 

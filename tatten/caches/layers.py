@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tatten.caches.layer import Layer, SelectedRows
 from tatten.caches.selection import Selection
+from tatten.ops.sizes import ceil_div
 
 T = TypeVar("T")
 Layers = list[Layer]
@@ -36,7 +37,7 @@ def used_slots(layers: Layers, name: str) -> int:
 def fork_layers(layers: Layers, n: int, capacity: int, used: int) -> Layers:
     """Make layers of `n` children of each sequence, without slots. `used` is the number of used slots of each layer."""
     ranks = layers[0].layout.ranks
-    capacity = -(-capacity // ranks) * ranks
+    capacity = ceil_div(capacity, ranks) * ranks
     rows = _on_each_device(layers, lambda layer: layer.inherited_rows(n, used))
     return [layer.fork(n, capacity, used, rows[layer.device]) for layer in layers]
 

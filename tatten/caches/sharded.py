@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -16,6 +15,7 @@ from tatten.caches.interleaved import Interleaved, placements
 from tatten.caches.layer import Layer
 from tatten.caches.prompts import Prompts
 from tatten.dtensor_sdpa import enable_dtensor_sdpa
+from tatten.ops.sizes import ceil_div
 
 
 class ShardedKVCache(BaseCache):
@@ -74,7 +74,7 @@ class ShardedKVCache(BaseCache):
         check_positive("num_layers", num_layers)
         check_positive("capacity", capacity)
         self.layout = Interleaved(mesh, placements(mesh, sequence, heads))
-        slots = math.ceil(capacity / self.layout.ranks)
+        slots = ceil_div(capacity, self.layout.ranks)
         self.layers = [Layer(self.layout, slots) for _ in range(num_layers)]
         if prompt_mask is not None:
             self._check_prompt_mask(prompt_mask)

@@ -134,7 +134,7 @@ def state() -> tuple[Tensor, Tensor]:
 
 def ask_for_push() -> None:
     out = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 8), element_size=lambda: 2)
-    reason = push.push_unsupported_reason(out, out, "a group")  # type: ignore[arg-type]
+    reason = push.push_unsupported_reason(out, "a group")  # type: ignore[arg-type]
     assert reason in moved.moved_notes()
 
 

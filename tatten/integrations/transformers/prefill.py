@@ -22,6 +22,7 @@ from tatten.integrations.transformers.config import (
     rope_types,
 )
 from tatten.integrations.transformers.handover import run_prefill
+from tatten.ops.sizes import ceil_div
 
 # Rotary embeddings whose frequencies do not depend on the number of tokens.
 FIXED_ROPE = {"default", "linear", "llama3", "proportional", "yarn"}
@@ -67,7 +68,7 @@ def prefill(
     agree(layout, "`prompt`, `chunk` and `model`", describe)
     tokens = prompt.shape[1]
     striped = StripedPrefill(layout, [layer.kv for layer in cache.layers], tokens)
-    size = layout.ranks * -(-tokens // layout.ranks) if chunk is None else chunk
+    size = layout.ranks * ceil_div(tokens, layout.ranks) if chunk is None else chunk
     arguments = {cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1, "return_dict": True}
     try:
         # In eager mode: a model that was compiled in place would be traced again for each length of a chunk.

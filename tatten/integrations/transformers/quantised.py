@@ -90,8 +90,8 @@ class QuantizedStaticCache(Cache):  # type: ignore[misc]
         dtype: torch.float8_e4m3fn, which needs a GPU of compute capability 8.9, or torch.int8, which is more accurate.
 
     Raises:
-        ValueError, TypeError: an argument is invalid, or a layer caches anything else. Sliding layers are not supported: they
-            keep few tokens in any case.
+        ValueError, TypeError: an argument is invalid, or a layer caches anything else. Sliding layers are not
+            supported: they keep few tokens in any case.
 
     Examples:
         >>> import torch, tatten

@@ -144,7 +144,7 @@ def test_each_row_is_merged_once(ranks: int, scatter: bool, round_bytes: int, mo
 
 def test_reasons() -> None:
     x = torch.zeros(1, 2, 3, 4)
-    assert "CUDA" in (push.push_unsupported_reason(x, x[..., 0], "0") or "")
+    assert "CUDA" in (push.push_unsupported_reason(x, "0") or "")
     locations = ["n0 host0 gpu0 1", "n0 host0 gpu1 1", "n1 host1 gpu0 1"]
     assert unsupported_topology(locations[:2]) is None
     assert unsupported_topology(locations) == "its ranks are on several nodes: host0, host1"
