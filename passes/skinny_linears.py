@@ -89,7 +89,7 @@ class LinearGroup:
         return n_bytes >= LEAST_BYTES and (known_rows or not self.writes_sums())
 
 
-def find_skinny_linears(graph: Graph, movers: Sequence[Node] = ()) -> list[LinearGroup]:
+def find_skinny_linears(graph: Graph, movers: Sequence[Node]) -> list[LinearGroup]:
     """Find the linear layers of few rows, in groups that one op can compute where the first of them stands.
 
     Args:

@@ -48,7 +48,7 @@ class Slide:
     copy: Node
 
 
-def find_slides(graph: Graph, movers: Sequence[Node] = ()) -> list[Slide]:
+def find_slides(graph: Graph, movers: Sequence[Node]) -> list[Slide]:
     """Find the caches that a graph rolls, and that are large enough.
 
     Args:

@@ -160,6 +160,14 @@ def test_heads_that_change() -> None:
     assert_same(model, loop, None)
 
 
+def test_a_method_of_a_class_of_modules_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, loop = llama(), DecodeLoop()
+    assert_same(model, loop, None)
+    kind = type(model.model.layers[0].mlp)
+    monkeypatch.setattr(kind, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+    assert_same(model, loop, None)
+
+
 @pytest.mark.parametrize("part", ["model.layers.0.self_attn", "model.layers.1"])
 def test_a_part_in_training_mode(part: str) -> None:
     model, loop = llama(attention_dropout=0.3), DecodeLoop()

@@ -24,7 +24,8 @@ def state_of(model: nn.Module) -> tuple[object, ...]:
     visited: set[int] = set()
     state: list[object] = []
     for module in model.modules():
-        state.append(type(module))
+        kind_of_module = type(module)
+        state += kind_of_module, kind_of_module.forward  # a library may replace the method of a class
         for name, x in vars(module).items():
             kind = type(x)
             if name in UNCOUNTED:
