@@ -14,6 +14,7 @@ import torch
 
 from tatten.ops.cuda.tuning import gpu_rates
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
+from tatten.passes.byte_sizes import shown_bytes
 from tatten.passes.picks import Picks
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
@@ -129,7 +130,8 @@ class Cost:
         return max(loss, loss + self.unequal_us - half_us) <= ACCEPTED_LOSS * self.moved_us
 
     def __str__(self) -> str:
-        saved = f"about {self.saved_us:.0f} us saved by reading {self.read} instead of moving {self.moved} bytes"
+        read, moved = shown_bytes(self.read), shown_bytes(self.moved)
+        saved = f"about {self.saved_us:.0f} us saved by reading {read} instead of moving {moved}"
         extra = f"about {self.extra_us:.0f} us more for {self.segments} segment{'s' * (self.segments > 1)}"
         unequal = f", and {self.unequal_us:.0f} for sequences of unequal lengths" if self.unequal_us else ""
         return f"{saved}, {extra}{unequal}" + f"; {self.assumed}" * bool(self.assumed)

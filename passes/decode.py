@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from tatten.ops.layout import LENGTH
+from tatten.passes.byte_sizes import shown_bytes
 from tatten.passes.cost import Cost, cost_of
 from tatten.passes.dequantised import Scale, both_in_8_bits
 from tatten.passes.drafts import Drafting, Drafts
@@ -66,7 +67,8 @@ class DecodeMatch(Match):
         if table is None:
             return []
         page, sizes = self.keys[0].size_in_base(LENGTH), [_bytes_in_order(x) for x in (*self.keys, *self.values)]
-        moved = "" if None in sizes else f"; the gathers moved {2 * sum(x or 0 for x in sizes)} bytes, and are gone"
+        total = 2 * sum(x or 0 for x in sizes)
+        moved = "" if None in sizes else f"; the gathers moved {shown_bytes(total)}, and are gone"
         return [f"read by block table {table} in pages of {counted(page, 'key')}{moved}"]
 
     @property

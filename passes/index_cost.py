@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tatten.ops.layout import BATCH, LENGTH
 from tatten.ops.states import accumulator_dtype
+from tatten.passes.byte_sizes import shown_bytes
 from tatten.passes.cost import Sizes, rates_of
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import hint
@@ -36,7 +37,8 @@ class IndexCost:
         return self.saved_us > self.extra_us
 
     def __str__(self) -> str:
-        saved = f"about {self.saved_us:.0f} us saved by moving {self.read} instead of {self.moved} bytes"
+        read, moved = shown_bytes(self.read), shown_bytes(self.moved)
+        saved = f"about {self.saved_us:.0f} us saved by moving {read} instead of {moved}"
         return f"{saved}, about {self.extra_us:.0f} us more for a call" + f"; {self.assumed}" * bool(self.assumed)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
+from tatten.passes.byte_sizes import shown_bytes
 from tatten.passes.cost import Rates, Sizes, rates_of
 from tatten.passes.picks import Picks
 from tatten.passes.stored import Stored
@@ -44,8 +45,8 @@ class LatentCost:
         return self.saved_us > self.extra_us
 
     def __str__(self) -> str:
-        work = f"{self.projected.bytes} bytes and {self.projected.flops} flops"
-        less = f"{self.absorbed.bytes} and {self.absorbed.flops}"
+        work = f"{shown_bytes(self.projected.bytes)} and {self.projected.flops} flops"
+        less = f"{shown_bytes(self.absorbed.bytes)} and {self.absorbed.flops} flops"
         saved = f"about {self.saved_us:.0f} us saved by {less} instead of {work}"
         return f"{saved}, about {self.extra_us:.0f} us more" + f"; {self.assumed}" * bool(self.assumed)
 

@@ -17,6 +17,7 @@ import torch
 
 from tatten.ops.moved import moved, moved_notes
 from tatten.passes import Declined, GraphReport, Rewritten
+from tatten.passes.byte_sizes import shown_bytes
 from tatten.passes.cost import Cost
 from tatten.passes.index_cost import IndexCost
 from tatten.passes.internal import decline_internal
@@ -160,25 +161,16 @@ def _describe(group: list[Rewritten | Declined]) -> Iterator[str]:
 
 def _costs(cost: Cost | LatentCost | IndexCost) -> Iterator[str]:
     if isinstance(cost, IndexCost):
-        yield f"    moved {_size(cost.moved)} per step before, at most {_size(cost.read)} now"
+        yield f"    moved {shown_bytes(cost.moved)} per step before, at most {shown_bytes(cost.read)} now"
         return
     if isinstance(cost, LatentCost):
         before, now = cost.projected, cost.absorbed
-        yield f"    moved {_size(before.bytes)} per step before, at most {_size(now.bytes)} now"
+        yield f"    moved {shown_bytes(before.bytes)} per step before, at most {shown_bytes(now.bytes)} now"
         yield f"    flops {before.flops:.3g} per step before, at most {now.flops:.3g} now"
         return
-    yield f"    KV    {_size(cost.moved)} moved per step before, at most {_size(cost.read)} read now"
+    yield f"    KV    {shown_bytes(cost.moved)} moved per step before, at most {shown_bytes(cost.read)} read now"
     if cost.segments > 1:
         yield f"    cost  {cost}"
-
-
-def _size(size: int) -> str:
-    amount = float(size)
-    for unit in ("B", "KiB", "MiB"):
-        if amount < 1024:
-            return f"{amount:.4g} {unit}"
-        amount /= 1024
-    return f"{amount:.4g} GiB"
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tatten.ops.cpu import thresholds
 from tatten.ops.moved import moved
+from tatten.ops.sizes import ceil_div
 from tatten.ops.states import NEG_INF, State, accumulator_dtype, combine_partials
 
 # Combining partials with a larger lse may lose more precision than float32 has lost in each score. Scores alone, and
@@ -173,7 +174,7 @@ def splits_of(key: Tensor, value: Tensor) -> int:
     most = min(2 * threads, kv_len, 2 * pairs * kv_len * head_dim * key.element_size() // thresholds.CPU.split_bytes)
 
     def busy(splits: int) -> float:
-        rounds = -(-pairs * splits // threads)
+        rounds = ceil_div(pairs * splits, threads)
         return pairs * splits / (rounds * threads)
 
     return next((splits for splits in range(1, most + 1) if busy(splits) > 0.9), 1)

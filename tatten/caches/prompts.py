@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tatten.passes.symbolic import FakeTensor
 
 
 class Prompts:
@@ -31,7 +34,7 @@ class Prompts:
             raise TypeError(f"`prompt_lens` must be int32 or int64, got {lens.dtype}")
         if lens is not None and lens.dim() != 1:
             raise ValueError(f"`prompt_lens` must be [prompts], got shape {tuple(lens.shape)}")
-        if lens is not None and lens.device.type == "cpu" and len(lens) and lens.min() < 0:
+        if _is_readable(lens) and lens.min() < 0:
             raise ValueError(f"`prompt_lens` must be at least 0, got {int(lens.min())}")
         self.mask, self.lens = mask, lens
 
@@ -80,7 +83,7 @@ class Prompts:
 
     def check_lens(self, prompt_length: int) -> None:
         """Raise ValueError if a prompt has more than `prompt_length` tokens. Lengths on an accelerator are not read."""
-        if self.lens is not None and self.lens.device.type == "cpu" and self.lens.max() > prompt_length:
+        if _is_readable(self.lens) and self.lens.max() > prompt_length:
             tokens = f"{prompt_length}, the tokens of each prompt with padding"
             raise ValueError(f"`prompt_lens` must be at most {tokens}, got {int(self.lens.max())}")
 
@@ -96,3 +99,8 @@ class Prompts:
             raise ValueError(
                 f"`prompt_mask` must cover all or none of tokens {start} to {end - 1}, got {self.mask.shape[1]}"
             )
+
+
+def _is_readable(lens: Tensor | None) -> TypeGuard[Tensor]:
+    """Return True for lengths on a CPU, of which there are some, and which are not fake."""
+    return lens is not None and lens.device.type == "cpu" and len(lens) > 0 and not isinstance(lens, FakeTensor)

@@ -14,6 +14,7 @@ from torch import Tensor
 from tatten.caches.interleaved import Interleaved
 from tatten.caches.layer import Layer
 from tatten.ops.distributed.striped import striped_attention
+from tatten.ops.sizes import ceil_div
 
 
 class StripedPrefill:
@@ -41,7 +42,7 @@ class StripedPrefill:
         ranks = self._layout.ranks
         for start in range(0, self._tokens, size):
             self.stored = start // ranks
-            self.width = -(-min(size, self._tokens - start) // ranks)
+            self.width = ceil_div(min(size, self._tokens - start), ranks)
             self._done.clear()
             positions = start + self._layout.rank + ranks * torch.arange(self.width, device=device)
             yield positions.clamp(max=self._tokens - 1)  # a model's table of positions may have no more

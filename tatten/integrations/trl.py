@@ -17,6 +17,7 @@ from trl.models import unwrap_model_for_generation
 from tatten.integrations.transformers import SharedPrefixCache
 from tatten.integrations.transformers.config import cache_argument, cache_kwargs
 from tatten.ops.moved import moved
+from tatten.ops.sizes import ceil_div
 
 Tokens = list[list[int]]
 
@@ -234,7 +235,7 @@ def _left_padded(prompt_ids: Sequence[Sequence[int]], trainer: GRPOTrainer) -> t
     The length is at least two: one token to prefill, and one to decode.
     """
     multiple = trainer.pad_to_multiple_of or 1
-    length = -(-max(2, *map(len, prompt_ids)) // multiple) * multiple
+    length = ceil_div(max(2, *map(len, prompt_ids)), multiple) * multiple
     shape, device = (len(prompt_ids), length), trainer.accelerator.device
     ids = torch.full(shape, trainer.generation_config.pad_token_id)
     mask = torch.zeros(shape, dtype=torch.int64)

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 import tatten
 from tatten.passes import Declined, Rewritten, cost, rewrite
+from tatten.passes.byte_sizes import shown_bytes
 
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -165,7 +166,7 @@ def test_few_keys_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding.decline.reason.value == "index_small"
     keys, scores = B * S * D, B * L * S
     moved, read = keys * (2 + 2 * 4) + scores * 4 * (2 * H + 1), keys * 2 + scores * 4
-    assert f"by moving {read} instead of {moved} bytes" in finding.decline.detail
+    assert f"by moving {shown_bytes(read)} instead of {shown_bytes(moved)}" in finding.decline.detail
     args = inputs()
     torch._dynamo.mark_dynamic(args[1], 1)
     torch._dynamo.mark_dynamic(args[3], 2)

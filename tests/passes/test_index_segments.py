@@ -16,6 +16,7 @@ from torch import Tensor
 
 import tatten
 from tatten.passes import Declined, Rewritten, cost, rewrite
+from tatten.passes.byte_sizes import shown_bytes
 
 B, N, P, T = 2, 3, 80, 16  # prompts, samples of each, keys of a prompt and of a sample
 ALL = P + T
@@ -180,7 +181,7 @@ def test_cost_and_report(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,), _, _ = run_rewritten(of_joined(as_cached), *args)
     one, scores, stored = B * N * ALL * D, B * N * ALL * 4, (B * P + B * N * T) * D
     moved, read = one * (2 + 2 * 4) + scores * (2 * H + 1) + 2 * stored + 2 * one, 2 * stored + 3 * scores
-    assert f"by moving {read} instead of {moved} bytes, about 400 us more" in finding.decline.detail
+    assert f"by moving {shown_bytes(read)} instead of {shown_bytes(moved)}, about 400 us more" in finding.decline.detail
 
 
 @pytest.mark.parametrize("name", ["as cached", "three levels"])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tatten
 from tatten.passes import Declined, Rewritten, cost, rewrite
+from tatten.passes.byte_sizes import shown_bytes
 
 Dequantise = Callable[[Tensor, Tensor], Tensor]  # keys in 8 bits and their scale to keys
 NARROW = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
@@ -198,7 +199,7 @@ def test_cost_and_report(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,), _, _ = run_rewritten(scored(wide), *args)
     keys, scores = B * S * D, mask.numel()
     moved, read = keys * (1 + 2 * 4) + scores * 4 * (2 * 4 + 1), keys + scores * 4
-    assert f"by moving {read} instead of {moved} bytes" in finding.decline.detail
+    assert f"by moving {shown_bytes(read)} instead of {shown_bytes(moved)}" in finding.decline.detail
 
 
 def test_exported() -> None:

@@ -11,6 +11,7 @@ from page_forms import FORMS, HKV, HQ, OP, PAGE, B, D, N, P, S, attend, in_order
 
 import tatten
 from tatten.passes import rewrite
+from tatten.passes.byte_sizes import shown_bytes
 
 
 class TestGraphs(expecttest.TestCase):
@@ -324,7 +325,10 @@ def test_the_report_of_explain() -> None:
     assert "table int32[3, 6]" in report
     assert "k float64[23, 4, 2, 8]" in report
     size = 2 * 2 * B * S * HKV * D * 8
-    assert f"read by block table int32[3, 6] in pages of 4 keys; the gathers moved {size} bytes, and are gone" in report
+    assert (
+        f"read by block table int32[3, 6] in pages of 4 keys; the gathers moved {shown_bytes(size)}, and are gone"
+        in report
+    )
 
 
 def test_flex_attention_over_pages() -> None:

@@ -269,9 +269,9 @@ def read_on_a_cpu(
 @pytest.mark.parametrize(
     ("dtype", "batch", "columns", "estimate"),
     [
-        (torch.float32, 8, 32, "262 us saved by reading 4194304 instead of moving 25165824 bytes, about 460 us more"),
+        (torch.float32, 8, 32, "262 us saved by reading 4 MiB instead of moving 24 MiB, about 460 us more"),
         (torch.float32, 64, 32, None),
-        (torch.bfloat16, 8, 8, "131 us saved by reading 524288 instead of moving 1572864 bytes, about 276 us more"),
+        (torch.bfloat16, 8, 8, "131 us saved by reading 512 KiB instead of moving 1.5 MiB, about 276 us more"),
         (torch.bfloat16, 8, 32, None),
     ],
 )

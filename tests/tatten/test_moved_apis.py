@@ -287,7 +287,10 @@ def test_weights_without_the_collector(left: object, monkeypatch: pytest.MonkeyP
     assert "_active_collector" in moved.moved_notes()[0]
 
 
-LOOP_METHODS = "_prefill", "_update_model_kwargs_for_generation", "_extract_generation_mode_kwargs"
+LOOP_METHODS = (
+    *("_prefill", "_update_model_kwargs_for_generation", "_extract_generation_mode_kwargs"),
+    *("_sample", "_has_unfinished_sequences"),
+)
 
 
 @pytest.mark.parametrize("name", [*LOOP_METHODS, "_optimize_model_for_decode"])
@@ -445,7 +448,7 @@ OTHERS = {
     *("torch._dynamo.backends", "torch._dynamo.exc", "torch._inductor.cudagraph_trees", "torch._dynamo.config"),
     *("_get_backend", "_device_types", "_get_process_group_store", "_spec", "_version", "_attn_implementation"),
     *("_prefill", "_update_model_kwargs_for_generation", "_extract_generation_mode_kwargs", "_pad_token_tensor"),
-    *("_optimize_model_for_decode", "_debug_get_cache_entry_list"),
+    *("_sample", "_has_unfinished_sequences", "_optimize_model_for_decode", "_debug_get_cache_entry_list"),
     *("_forward_hooks", "_op_dispatcher", "_custom_op_handlers", "_schema", "_codegen", "_active_collector"),
     # documented in spite of their names
     *("torch._check", "torch._inductor.compile", "torch._inductor.list_mode_options", "torch._inductor.list_options"),

@@ -49,7 +49,7 @@ def test_integrations_transformers_loop_generate_call() -> None:
     from tatten.integrations.transformers import cache_kwargs
     from tatten.integrations.transformers.loop import generate_call
 
-    for name in ("_prefill", "_update_model_kwargs_for_generation", "_extract_generation_mode_kwargs"):
+    for name in ("_prefill", "_extract_generation_mode_kwargs", *generate_call.REPLACED):
         assert callable(getattr(GenerationMixin, name))
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes)).eval()

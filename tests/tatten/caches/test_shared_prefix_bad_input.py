@@ -13,6 +13,7 @@ from shared_prefix_steps import (
     tensors,
 )
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tatten.caches.shared_prefix import SharedPrefixCache
 
@@ -134,6 +135,14 @@ def test_lengths_beyond_the_prompts() -> None:
     samples = cache.fork(2, 4)
     samples.update(0, *tensors(4, 2, 2, 8))
     assert samples.fork(2, 4).batch_size == 8
+
+
+def test_lengths_without_values() -> None:
+    with FakeTensorMode():
+        assert SharedPrefixCache(1, prompt_lens=torch.tensor([3, 2])).prompts.lens is not None
+    empty = SharedPrefixCache(1, prompt_lens=torch.zeros(0, dtype=torch.int64))
+    empty.update(0, *tensors(0, 2, 3, 8))
+    assert empty.fork(2, 4).batch_size == 0
 
 
 def test_layers_of_one_cache_hold_one_batch() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from tiny_models import GQA
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,7 +20,6 @@ from transformers import (
     FalconForCausalLM,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
-    GenerationMixin,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -31,6 +30,7 @@ from transformers import (
 )
 
 from tatten.integrations.transformers import DecodeLoop, cache_kwargs
+from tatten.integrations.transformers.loop.capture import NotCompiledError
 
 EAGER = CompileConfig(backend="tatten", mode=None, options={"inner": "eager"})
 SMALL = GQA | {
@@ -108,7 +108,6 @@ def test_a_method_of_an_instance(monkeypatch: pytest.MonkeyPatch) -> None:
 
     model, loop = llama(), DecodeLoop()
     assert_same(model, loop, None)
-    assert hasattr(GenerationMixin, "_has_unfinished_sequences")
     monkeypatch.setattr(model, "_has_unfinished_sequences", ends_soon)
     assert_same(model, loop, "LlamaForCausalLM ends texts by code of its own")
 
@@ -139,9 +138,46 @@ def test_a_hook_with_side_effects(hook: Callable[..., None]) -> None:
     """A captured step would not call it, and a compiled one would be compiled anew for each token."""
     model, loop, streamer = llama(), DecodeLoop(), Chunks()
     model.model.layers[1].mlp.register_forward_hook(hook)
+    steps = []
     for _ in range(3):
         assert_same(model, loop, "a step changes values that it was compiled for")
+        steps.append([*loop._steps[model].values()])
+    assert steps[0] == steps[1] == steps[2]  # only the first call compiles
+    assert len(loop._declined[model]) == 1
     assert generated(model, loop, streamer=streamer)[0].tolist() == streamer.tokens
+
+
+def test_a_hook_with_side_effects_and_a_cache_of_the_user() -> None:
+    """The cache holds the prompt when the hook is noticed, so `generate` can't begin anew."""
+    model, loop = llama(), DecodeLoop()
+    model.model.layers[1].mlp.register_forward_hook(counting([0]))
+    cache = cache_kwargs(StaticCache(model.config, max_cache_len=64))
+    with pytest.raises(NotCompiledError, match="a step changes values that it was compiled for"):
+        generated(model, loop, **cache)
+
+
+@pytest.mark.parametrize("passes_cache", [False, True])
+def test_code_that_is_not_compiled(passes_cache: bool) -> None:
+    model, loop = llama(), DecodeLoop()
+    cache = cache_kwargs(StaticCache(model.config, max_cache_len=64)) if passes_cache else {}
+    with torch.compiler.set_stance("force_eager"):
+        result = generated(model, loop, **cache)
+    assert loop.reason is None
+    assert torch.equal(result, generated(model))
+
+
+class Tag:
+    """Its text has its address."""
+
+
+@pytest.mark.parametrize("note", [Tag, threading.Lock], ids=["object", "lock"])
+def test_a_config_with_objects(note: Callable[[], object]) -> None:
+    model, loop = llama(), DecodeLoop()
+    model.config.note = note()
+    for _ in range(2):
+        assert generated(model, loop).shape == (1, 30)
+        assert loop.reason is None
+        assert len(loop._steps[model]) == 1
 
 
 def test_layers_that_are_removed_and_added() -> None:
@@ -177,6 +213,7 @@ def test_a_part_in_training_mode(part: str) -> None:
 
 def test_replaced_layers_without_dropout_may_be_in_training_mode() -> None:
     model = llama()
+    model.model.norm = nn.RMSNorm(model.config.hidden_size)
     weight = model.lm_head.weight
     model.lm_head = nn.Linear(*weight.shape[::-1], bias=False)
     model.lm_head.weight = weight
@@ -223,7 +260,12 @@ def test_a_model_that_can_not_run_with_a_static_cache() -> None:
     config = FalconConfig(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=None)
     model, loop = with_weights(FalconForCausalLM, config), DecodeLoop()
     for _ in range(2):
-        assert_same(model, loop, "the prefill with a static cache raised RuntimeError: The size of tensor")
+        assert_same(model, loop, "the prefill of FalconForCausalLM with a static cache raised RuntimeError: The size")
+    llm, loop = llama(), DecodeLoop()
+    model.generation_config.num_assistant_tokens = 3
+    result = generated(llm, loop, assistant_model=model)
+    assert "the prefill of FalconForCausalLM with a static cache raised" in str(loop.reason)
+    assert torch.equal(result, generated(llm))
 
 
 def test_an_error_of_a_prefill_is_that_of_generate() -> None:
@@ -264,10 +306,3 @@ def test_a_call_after_one_under_a_dispatch_mode() -> None:
     assert torch.equal(generated(model, loop), generated(model))
     loop.reset()  # PyTorch 2.11 compiles each step anew under the mode, so that the loop declines the model
     assert_same(model, loop, None)
-
-
-def test_all_replaced_methods_exist() -> None:
-    from tatten.integrations.transformers.loop.generate_call import REPLACED
-
-    missing = [name for name in REPLACED if not hasattr(GenerationMixin, name)]
-    assert not missing, f"transformers {transformers.__version__} has moved {missing}"

@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from tatten.integrations.transformers.config import CACHE
-from tatten.integrations.transformers.loop.call import GenerateCall
+from tatten.integrations.transformers.loop.call import GenerateCall, prefill_static
 from tatten.integrations.transformers.loop.compiled_function import Calls, CompiledFunction
-from tatten.integrations.transformers.loop.generate_call import prefill
 from tatten.integrations.transformers.loop.step import StepState
 
 
@@ -41,7 +40,7 @@ class Assistant:
         """Fill the cache with the prompt of a call."""
         assert call.draft is not None
         self.cache.reset()
-        prefill(call.draft, call.ids, call.config, {CACHE: self.cache, "use_cache": True})
+        prefill_static(call.draft, call.ids, call.config, {CACHE: self.cache, "use_cache": True})
 
     def calls(self, state: StepState, inputs: dict[str, Any]) -> Calls:
         """Return the calls that choose the tokens with which the draft model continues the text greedily."""

@@ -14,7 +14,7 @@ from transformers.generation import stopping_criteria as sc
 
 from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.cache import decoder_layers
-from tatten.integrations.transformers.loop.capture import NoStepError
+from tatten.integrations.transformers.loop.capture import FailedPrefillError, NoStepError
 from tatten.integrations.transformers.loop.generate_call import drafts_of, is_users_cache, pad_token, prefill
 from tatten.integrations.transformers.loop.processors import Rule, occurred_tokens
 from tatten.integrations.transformers.loop.step import StepState
@@ -83,13 +83,7 @@ class GenerateCall:
             NoStepError: the model did not write the cache that it was given, or can't run with the loop's cache.
         """
         cache = self.inputs[CACHE]  # a prefill in chunks replaces it
-        try:
-            outputs = prefill(self.model, self.ids, self.config, self.inputs)
-        except Exception as error:
-            if is_users_cache(cache):
-                raise
-            what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            raise NoStepError(f"the prefill with a static cache raised {what}") from error
+        outputs = prefill_static(self.model, self.ids, self.config, self.inputs)
         returned = getattr(outputs, CACHE, None)
         # GPT-2 with cross-attention returns the cache as a part of an EncoderDecoderCache.
         if returned is not None and cache not in (returned, getattr(returned, "self_attention_cache", None)):
@@ -106,6 +100,22 @@ class GenerateCall:
         computed |= set() if encodes else {"attention_mask"}
         computed |= {"logits_to_keep"} if self.drafts else set()  # all drafts are checked
         return {name: x for name, x in self.inputs.items() if name not in computed and not is_missing(x)}
+
+
+def prefill_static(model: PreTrainedModel, ids: Tensor, config: GenerationConfig, inputs: dict[str, Any]) -> Any:
+    """Run the prefill of `generate` with a static cache, and return the model's output.
+
+    Raises:
+        FailedPrefillError: the model raised an error, and the cache is not the user's.
+    """
+    users = is_users_cache(inputs[CACHE])
+    try:
+        return prefill(model, ids, config, inputs)
+    except Exception as error:
+        if users:
+            raise
+        what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise FailedPrefillError(f"the prefill of {type(model).__name__} with a static cache raised {what}") from error
 
 
 def is_missing(x: object) -> bool:

@@ -14,11 +14,19 @@ from tatten.integrations.transformers.loop.fingerprint import leaves, numbers_of
 
 
 class NoStepError(RuntimeError):
-    """A call can't be continued by steps, and no step has run. The message is the reason."""
+    """A call can't be continued by steps, and no step's token was streamed. The message is the reason."""
+
+
+class FailedPrefillError(NoStepError):
+    """A prefill with a static cache raised an error. A bad input may be the cause, so later calls try again."""
 
 
 class NotCompiledError(NoStepError):
     """Dynamo or the backend could not compile a step."""
+
+
+class UnstableStepError(NotCompiledError):
+    """A step ran, but the next one would be compiled anew, as each step changes numbers of the model."""
 
 
 WARM_UP = 2  # steps that compile, tune and allocate workspaces before the capture
@@ -52,7 +60,7 @@ class Runner:
         self.not_captured = not_captured
         self._steps = 0
         self._may_compile = True
-        self.failed = False  # what it compiled, perhaps under other modes of PyTorch, would fail again
+        self.failed = False  # the first step of a call did not end, or changed what it was compiled for
         self._graph: torch.cuda.CUDAGraph | None = None
         self._captured: tuple[object, ...] = ()
 
@@ -69,7 +77,7 @@ class Runner:
         """Run a step. The first one of a call may compile.
 
         Raises:
-            NotCompiledError: it did not compile.
+            NotCompiledError: it did not compile, or the next one would be compiled anew.
         """
         if self._graph is not None:
             self._graph.replay()
@@ -119,7 +127,7 @@ class Runner:
             cause = f"{first} {more[0]}" if first.endswith(":") and more else first
             raise NotCompiledError(f"the step does not compile as one graph: {cause}") from error
         if any(function.would_compile(args) for function, args in self._calls(model, inputs)):
-            raise NotCompiledError(
+            raise UnstableStepError(
                 "a step changes values that it was compiled for, as a hook does that counts its calls"
             )
         self.failed = False

@@ -31,9 +31,12 @@ class CompiledFunction:
         self._compiled(*args)
 
     def would_compile(self, args: tuple[Any, ...]) -> bool:
-        """Return True if no code that was compiled would run a call with these arguments; False if that is unknown."""
-        accepting = self._accepting(args)
-        return accepting is not None and not accepting
+        """Return True if no code that was compiled would run a call with these arguments.
+
+        Return False if that is unknown or, as under `torch.compiler.set_stance("force_eager")`, nothing was compiled.
+        """
+        accepting, compiled = self._accepting(args), self._entries()
+        return bool(compiled) and accepting is not None and not accepting
 
     def note_captured(self, args: tuple[Any, ...]) -> None:
         """Remember the code that Dynamo runs for a call, which a CUDA graph has captured."""
@@ -52,13 +55,20 @@ class CompiledFunction:
         names = self._code.co_varnames[: self._code.co_argcount]
         arguments = dict(zip(names, args, strict=True))
         try:
-            from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
-            entries = _debug_get_cache_entry_list(self._code)
-            return [entry.code for entry in entries if entry.guard_manager.check(arguments)]
+            return [entry.code for entry in self._entries() if entry.guard_manager.check(arguments)]
         except Exception as error:  # of any kind: it's private API
             moved("torch._dynamo.eval_frame", error, "each call of `generate` captures its CUDA graph anew")
             return None
+
+    def _entries(self) -> list[Any]:
+        """Return what Dynamo has compiled; nothing if its private API has moved."""
+        try:
+            from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+            return list(_debug_get_cache_entry_list(self._code))
+        except Exception as error:  # of any kind: it's private API
+            moved("torch._dynamo.eval_frame", error, "each call of `generate` captures its CUDA graph anew")
+            return []
 
 
 Calls = list[tuple[CompiledFunction, tuple[Any, ...]]]  # functions, each with its arguments

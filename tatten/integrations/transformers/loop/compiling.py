@@ -21,8 +21,8 @@ def compile_arguments(config: CompileConfig | None, device: torch.device) -> dic
     user sets it.
 
     Raises:
-        TypeError, ValueError: tatten or its inner backend has no such mode or option, or allows no such value. An error
-            that is raised while a step compiles would count as a step that can't be compiled.
+        TypeError, ValueError: tatten or its inner backend lacks the mode or an option, or does not allow its value. An
+            error that is raised while a step compiles would count as a step that can't be compiled.
     """
     backend = "tatten" if config is None else config.backend
     mode = None if config is None else WITHOUT_GRAPHS.get(config.mode, config.mode)

@@ -18,7 +18,12 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from tatten.integrations.transformers.config import CACHE, cache_kwargs
 from tatten.integrations.transformers.loop.cache import decoder_cache
 from tatten.integrations.transformers.loop.call import GenerateCall
-from tatten.integrations.transformers.loop.capture import NoStepError, NotCompiledError
+from tatten.integrations.transformers.loop.capture import (
+    FailedPrefillError,
+    NoStepError,
+    NotCompiledError,
+    UnstableStepError,
+)
 from tatten.integrations.transformers.loop.compiling import compile_arguments
 from tatten.integrations.transformers.loop.fingerprint import state_of
 from tatten.integrations.transformers.loop.generate_call import (
@@ -109,8 +114,9 @@ class DecodeLoop:
                 if isinstance(error, NotCompiledError) and is_users_cache(inputs[CACHE]):
                     raise  # the cache already holds the prompt
                 reason = str(error)
-                if isinstance(error, NotCompiledError):
-                    key = _compile_key(model, generation_config, input_ids, dropped)
+                if not isinstance(error, FailedPrefillError):
+                    stable = not isinstance(error, UnstableStepError)
+                    key = _compile_key(model, generation_config, input_ids, dropped, stable)
                     self._declined.setdefault(model, {})[key] = reason
                 set_rng_state(input_ids.device, state)
         self.reason, self.not_captured, self.launched_steps = reason, None, 0
@@ -132,8 +138,9 @@ class DecodeLoop:
         if self._running == threading.get_ident():
             return "this loop is running in this thread, and a streamer or a hook called it"
         declined = self._declined.get(model, {})
-        if declined and (reason := declined.get(_compile_key(model, config, ids, dropped))) is not None:
-            return reason
+        for stable in (True, False) if declined else ():
+            if (reason := declined.get(_compile_key(model, config, ids, dropped, stable))) is not None:
+                return reason
         return reason_against(
             model, ids, logits_processor, stopping_criteria, config, inputs.get(CACHE), inputs, dropped
         )
@@ -209,10 +216,13 @@ class DecodeLoop:
         return self.ahead if on_gpu and (not caller_keeps or decoder_cache(cache).is_croppable) else 0
 
 
-def _compile_key(model: nn.Module, config: GenerationConfig, ids: Tensor, dropped: Dropped) -> object:
-    """Return a key of the call. If a step does not compile, no call with the same key compiles one."""
+def _compile_key(model: nn.Module, config: GenerationConfig, ids: Tensor, dropped: Dropped, stable: bool) -> object:
+    """Return a key of the call. If a step does not compile, no call with the same key compiles one.
+
+    Without `stable`, the key leaves out the numbers of modules, which a step changes.
+    """
     draft = dropped.assistant_model
-    states = state_of(model), None if draft is None else state_of(draft)
+    states = state_of(model, stable), None if draft is None else state_of(draft, stable)
     return repr(compile_arguments(config.compile_config, ids.device)), *states
 
 

@@ -15,32 +15,39 @@ PLAIN = frozenset({bool, int, float, str})
 CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 
 
-def state_of(model: nn.Module) -> tuple[object, ...]:
+def state_of(model: nn.Module, numbers: bool = True) -> tuple[object, ...]:
     """Return everything besides its weights that affects a model's result: numbers, names, hooks, modes and configs.
 
     A CUDA graph checks nothing, and Dynamo does not check hooks. Each call of `generate` asks for the state. For speed,
     plain and empty attributes, which are the most, need no function call.
+
+    Args:
+        model: the model.
+        numbers: include attributes of modules that are numbers, bools or strings.
     """
     visited: set[int] = set()
     state: list[object] = []
+    kinds: set[type[nn.Module]] = set()
     for module in model.modules():
-        kind_of_module = type(module)
-        state += kind_of_module, kind_of_module.forward  # a library may replace the method of a class
+        state.append(type(module))
+        kinds.add(type(module))
         for name, x in vars(module).items():
             kind = type(x)
             if name in UNCOUNTED:
                 continue
             if kind in PLAIN:
-                state += name, x
+                if numbers:
+                    state += name, x
             elif x is not None and (kind not in CONTAINERS or x) and id(x) not in visited:
                 state.append(name)
                 state += [y for y in leaves(x, visited=visited) if not isinstance(y, Tensor)]
-    return tuple(state)
+    forwards = frozenset((kind, kind.forward) for kind in kinds)  # a library may replace the method of a class
+    return *state, forwards
 
 
-def numbers_of(cache: object) -> list[object]:
-    """Return the numbers, bools and strings in a cache, without its tensors."""
-    return [x for x in leaves(cache) if not isinstance(x, Tensor)]
+def numbers_of(x: object) -> list[object]:
+    """Return the numbers, bools and strings in a cache or a config, without its tensors."""
+    return [y for y in leaves(x) if not isinstance(y, Tensor)]
 
 
 def leaves(x: object, depth: int = 0, visited: set[int] | None = None) -> Iterator[object]:

@@ -42,13 +42,11 @@ def moved_method(model: PreTrainedModel) -> str | None:
 
     A method of transformers has moved, the model overrides it, or transformers says that the model does not compile.
     """
-    names = ("_prefill", "_update_model_kwargs_for_generation", "_extract_generation_mode_kwargs")
-    for name in names:
+    for name in ("_prefill", "_extract_generation_mode_kwargs", *REPLACED):
         if not hasattr(GenerationMixin, name):
             return moved(f"transformers.GenerationMixin.{name}", AttributeError(name), "`generate` runs its own loop")
     for name, does in REPLACED.items():
-        theirs = getattr(GenerationMixin, name, None)
-        if theirs is not None and getattr(getattr(model, name), "__func__", None) is not theirs:
+        if getattr(getattr(model, name), "__func__", None) is not getattr(GenerationMixin, name):
             return f"{type(model).__name__} {does} by code of its own"
     if not getattr(model, "_can_compile_fullgraph", True):
         return f"transformers says that {type(model).__name__} does not compile as one graph with a static cache"

@@ -19,7 +19,7 @@ from tatten.integrations.transformers.loop.call import GenerateCall, initial_sta
 from tatten.integrations.transformers.loop.capture import Runner
 from tatten.integrations.transformers.loop.compiled_function import Calls, CompiledFunction
 from tatten.integrations.transformers.loop.compiling import compile_arguments, uses_cudagraph_trees
-from tatten.integrations.transformers.loop.fingerprint import leaves, state_of
+from tatten.integrations.transformers.loop.fingerprint import leaves, numbers_of, state_of
 from tatten.integrations.transformers.loop.generate_call import is_users_cache
 from tatten.integrations.transformers.loop.lookup import lookup_step
 from tatten.integrations.transformers.loop.processors import rules
@@ -57,8 +57,8 @@ def cache_for(call: GenerateCall, steps: Steps) -> tuple[Cache, tuple[object, ..
     requested = getattr(call.config, "max_cache_len", None) or 0
     capacity = max(capacity_for(call.max_length + call.drafts), requested)
     sources = call.inputs["encoder_outputs"][0].shape if isinstance(like, EncoderDecoderCache) else None
-    shapes = repr(call.model.config.to_dict())  # of the layers
-    key = batch, capacity, call.model.dtype, call.ids.device, sources, mode, shapes
+    numbers = tuple(numbers_of(vars(call.model.config)))  # layers, heads and widths are among them
+    key = batch, capacity, call.model.dtype, call.ids.device, sources, mode, numbers
     for step_key, step in steps.items():
         if step_key[0] == key:
             assert isinstance(step.cache, Cache)

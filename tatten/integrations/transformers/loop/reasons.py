@@ -10,6 +10,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationCon
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation import stopping_criteria as sc
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+from transformers.pytorch_utils import Conv1D
 
 from tatten.integrations.transformers.config import longrope_length
 from tatten.integrations.transformers.loop.cache import static_cache
@@ -23,7 +24,10 @@ RESULTS = ("output_scores", "output_logits", "output_attentions", "output_hidden
 INPUTS = {"use_cache", "logits_to_keep", "attention_mask", "position_ids", "encoder_outputs"}
 INPUTS |= {"decoder_attention_mask", "decoder_position_ids", "cache", "past_key_values", "return_dict"}
 # Modules without dropout. Parts of a model that are replaced after `model.eval()` are in training mode.
-SAME_IN_TRAINING = {nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.Identity, nn.Linear, nn.Embedding, nn.LayerNorm}
+SAME_IN_TRAINING = {
+    *(nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.Identity, nn.Linear, nn.Conv1d, nn.Conv2d, Conv1D, nn.Embedding),
+    *(nn.LayerNorm, nn.RMSNorm, nn.SiLU, nn.GELU, nn.ReLU, nn.Tanh),
+}
 IMPLEMENTATIONS = (None, "static", "dynamic", "dynamic_full", "hybrid", "sliding_window")
 
 
@@ -106,7 +110,10 @@ def _model(model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> str |
 
 
 def _in_training_mode(model: nn.Module, name: str = "the model") -> str | None:
-    """Return the reason why a model can't run in a step if a part of it is in training mode: dropout would be other."""
+    """Return the reason why a model can't run in a step if a part of it is in training mode.
+
+    Eager and compiled dropout differ.
+    """
     trains = (part for part, x in model.named_modules() if x.training and type(x) not in SAME_IN_TRAINING)
     part = next(trains, None)
     return None if part is None else f"{f'`{part}` of ' * bool(part)}{name} is in training mode"
