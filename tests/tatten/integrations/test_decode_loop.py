@@ -16,6 +16,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from decode_loops import EAGER, Launching
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, StaticCache, TextIteratorStreamer
@@ -27,7 +28,6 @@ from tatten.integrations.transformers.loop import fingerprint, generate_call, pr
 
 pytestmark = pytest.mark.drawn(8)
 
-EAGER = CompileConfig(backend="tatten", mode=None, options={"inner": "eager"})
 PROMPT = 20
 SMALL = tiny_models.GQA | {"vocab_size": 120, "max_position_embeddings": 512, "pad_token_id": 0, "eos_token_id": 1}
 WINDOW = {**SMALL, "sliding_window": 16}
@@ -87,13 +87,6 @@ def prompts(batch: int, length: int = PROMPT, seed: int = 3) -> tuple[Tensor, Te
     if batch > 1:
         mask[1, : length // 3] = mask[-1, : length // 2] = 0
     return ids * mask, mask
-
-
-class Launching(DecodeLoop):
-    """Launches ahead on a CPU too, where nothing is gained, as it does on a GPU."""
-
-    def _steps_ahead(self, cache: Any, ours: bool, call: Any, on_gpu: bool) -> int:
-        return super()._steps_ahead(cache, ours, call, True)
 
 
 def assert_same_tokens(

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from decode_loops import EAGER, Launching
 from packaging.version import Version
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 import tatten
 from tatten.integrations.transformers import DecodeLoop
@@ -24,7 +25,6 @@ from tatten.passes.reasons import Reason
 
 pytestmark = pytest.mark.drawn(6)
 
-EAGER = CompileConfig(backend="tatten", mode=None, options={"inner": "eager"})
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -58,13 +58,6 @@ def first_layers(model: PreTrainedModel, layers: int, noise: float = 0.0) -> Pre
 
 def prompt(length: int = 20, seed: int = 3) -> Tensor:
     return torch.randint(2, 120, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
-class Launching(DecodeLoop):
-    """Launches ahead on a CPU too, where nothing is gained, as it does on a GPU."""
-
-    def _steps_ahead(self, cache: Any, ours: bool, call: Any, on_gpu: bool) -> int:
-        return super()._steps_ahead(cache, ours, call, True)
 
 
 class Kept:

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import GQA
+from decode_loops import EAGER, SMALL, Launching, with_weights
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
-    CompileConfig,
     DynamicCache,
     EncoderDecoderCache,
     FalconConfig,
@@ -22,7 +21,6 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
     StaticCache,
     T5Config,
@@ -31,22 +29,6 @@ from transformers import (
 
 from tatten.integrations.transformers import DecodeLoop, cache_kwargs
 from tatten.integrations.transformers.loop.capture import NotCompiledError
-
-EAGER = CompileConfig(backend="tatten", mode=None, options={"inner": "eager"})
-SMALL = GQA | {
-    "vocab_size": 64,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-
-
-class Launching(DecodeLoop):
-    """Launches ahead on a CPU too, where nothing is gained, as it does on a GPU."""
-
-    def _steps_ahead(self, cache: Any, ours: bool, call: Any, on_gpu: bool) -> int:
-        return super()._steps_ahead(cache, ours, call, True)
 
 
 class Chunks:
@@ -60,15 +42,6 @@ class Chunks:
 
     def end(self) -> None:
         pass
-
-
-def with_weights(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = kind(config)
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            weight.data.normal_(0, 0.2)  # no token repeats for long, so that wrong keys change the text
-    return model.eval()
 
 
 def llama(kind: type[PreTrainedModel] = LlamaForCausalLM, **changes: Any) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 import transformers
+from decode_loops import EAGER, SMALL, with_weights
 from packaging.version import Version
 from torch import Tensor
 from transformers import (
@@ -17,21 +17,12 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedConfig,
     StaticCache,
 )
 
 from tatten.integrations.transformers import DecodeLoop, cache_kwargs
 
-EAGER = CompileConfig(backend="tatten", mode=None, options={"inner": "eager"})
 LIMIT = 20  # tokens
-SMALL = tiny_models.GQA | {
-    "vocab_size": 64,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -55,15 +46,6 @@ def model_of(kind: str, longrope: bool) -> transformers.PreTrainedModel:
     sizes = SMALL | ({} if kind == "Llama" else {"original_max_position_embeddings": LIMIT})
     config = getattr(transformers, f"{kind}Config")(**sizes, **({"rope_parameters": LONGROPE} if longrope else {}))
     return with_weights(getattr(transformers, f"{kind}ForCausalLM"), config)
-
-
-def with_weights(kind: type[transformers.PreTrainedModel], config: PreTrainedConfig) -> transformers.PreTrainedModel:
-    torch.manual_seed(0)
-    model = kind(config)
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            weight.data.normal_(0, 0.2)  # no token repeats for long, so that wrong keys change the text
-    return model.eval()
 
 
 def generated(model: transformers.PreTrainedModel, prompt: int, **more: Any) -> Tensor:
