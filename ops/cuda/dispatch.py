@@ -129,7 +129,7 @@ def _plan_decode(call: AttentionCall) -> Attend:
         return plan_shared_attention(call)
     from tatten.ops.cuda.decode import plan_attention
 
-    # Shared pages that the call can't use would leave its work tiles without margins and lanes.
+    # Shared pages that the call can't use would leave its work tiles without lanes.
     return plan_attention(call._replace(segments=(stored._replace(shared_pages=None),)))
 
 

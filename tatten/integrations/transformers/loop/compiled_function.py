@@ -35,8 +35,7 @@ class CompiledFunction:
 
         Return False if that is unknown or, as under `torch.compiler.set_stance("force_eager")`, nothing was compiled.
         """
-        accepting, compiled = self._accepting(args), self._entries()
-        return bool(compiled) and accepting is not None and not accepting
+        return self._accepting(args) == []
 
     def note_captured(self, args: tuple[Any, ...]) -> None:
         """Remember the code that Dynamo runs for a call, which a CUDA graph has captured."""
@@ -51,24 +50,20 @@ class CompiledFunction:
         return self._captured is not None and any(code is self._captured for code in self._accepting(args) or ())
 
     def _accepting(self, args: tuple[Any, ...]) -> list[object] | None:
-        """Return the code objects whose guards accept a call, of which Dynamo runs the first; None if unknown."""
+        """Return the code objects whose guards accept a call, of which Dynamo runs the first.
+
+        The result is None if Dynamo can't be asked, or has compiled nothing.
+        """
         names = self._code.co_varnames[: self._code.co_argcount]
         arguments = dict(zip(names, args, strict=True))
         try:
-            return [entry.code for entry in self._entries() if entry.guard_manager.check(arguments)]
+            from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+            entries = _debug_get_cache_entry_list(self._code)
+            return [entry.code for entry in entries if entry.guard_manager.check(arguments)] if entries else None
         except Exception as error:  # of any kind: it's private API
             moved("torch._dynamo.eval_frame", error, "each call of `generate` captures its CUDA graph anew")
             return None
-
-    def _entries(self) -> list[Any]:
-        """Return what Dynamo has compiled; nothing if its private API has moved."""
-        try:
-            from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
-            return list(_debug_get_cache_entry_list(self._code))
-        except Exception as error:  # of any kind: it's private API
-            moved("torch._dynamo.eval_frame", error, "each call of `generate` captures its CUDA graph anew")
-            return []
 
 
 Calls = list[tuple[CompiledFunction, tuple[Any, ...]]]  # functions, each with its arguments

@@ -116,7 +116,9 @@ def _in_training_mode(model: nn.Module, name: str = "the model") -> str | None:
     """
     trains = (part for part, x in model.named_modules() if x.training and type(x) not in SAME_IN_TRAINING)
     part = next(trains, None)
-    return None if part is None else f"{f'`{part}` of ' * bool(part)}{name} is in training mode"
+    if part is None:
+        return None
+    return f"`{part}` of {name} is in training mode" if part else f"{name} is in training mode"
 
 
 def _long_text(model: PreTrainedModel, length: int, has_drafts: bool) -> str | None:
