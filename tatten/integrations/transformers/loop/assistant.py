@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from tatten.integrations.transformers.config import CACHE
+from tatten.integrations.transformers.loop.argmax import argmax
 from tatten.integrations.transformers.loop.call import GenerateCall, prefill_static
 from tatten.integrations.transformers.loop.compiled_function import Calls, CompiledFunction
 from tatten.integrations.transformers.loop.step import StepState
@@ -95,5 +96,5 @@ def _choose(
         **{CACHE: cache},
         **inputs,
     )
-    token = draft(**arguments, return_dict=True).logits[:, -1].float().argmax(-1)
+    token = argmax(draft(**arguments, return_dict=True).logits[:, -1].float())
     drafts.copy_(torch.cat([drafts[1:], token]))

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from tatten.integrations.transformers.config import CACHE
+from tatten.integrations.transformers.loop.argmax import argmax
 from tatten.integrations.transformers.loop.processors import History, Scores
 
 
@@ -88,7 +89,7 @@ def decode_step(
     for rule, operands in zip(rules, state.operands, strict=True):
         scores = rule(scores, history, *operands)
     # As `torch.multinomial` of one sample divides by exponential noise, the same seed gives the same tokens.
-    token = scores.argmax(-1) if state.noise is None else (scores.softmax(-1) / state.noise).argmax(-1)
+    token = argmax(scores if state.noise is None else scores.softmax(-1) / state.noise)
     needed, failed = ~state.ended.all(), state.report[2]
     if state.noise is not None:
         # If the maximum is not finite, all probabilities are NaN, and `torch.multinomial` raises an error.

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from tatten.integrations.transformers.config import CACHE
+from tatten.integrations.transformers.loop.argmax import argmax
 from tatten.integrations.transformers.loop.step import StepState
 
 
@@ -38,7 +39,7 @@ def verify(model: PreTrainedModel, cache: Cache, state: StepState, proposed: Ten
         **{CACHE: cache},
         **inputs,
     )
-    chosen = model(**arguments, return_dict=True).logits[0].float().argmax(-1)
+    chosen = argmax(model(**arguments, return_dict=True).logits[0].float())
     accepted = (proposed == chosen[:-1]).long().cumprod(0).sum()
     new = accepted + 1
     if state.eos is not None:
