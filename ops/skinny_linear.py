@@ -12,7 +12,7 @@ from tatten.ops.sizes import ceil_div
 from tatten.ops.validation import check_no_grad
 
 DTYPES = torch.bfloat16, torch.float16
-BLOCK_OUT, BLOCK_IN = 64, 128  # the kernel's tile of a weight; parts begin at multiples of `BLOCK_IN`
+BLOCK_OUT, BLOCK_IN = 64, 128  # a weight's tile in the kernel for several rows; parts begin at multiples of `BLOCK_IN`
 MOST_WEIGHTS = 3  # query, key and value
 MOST_ROWS = 64  # the most that were measured
 
@@ -20,6 +20,7 @@ MOST_ROWS = 64  # the most that were measured
 # `benchmarks/skinny_linear.py --parts` measures others.
 SMS, PARTS = 132, (1, 2, 4)
 MOST_FEATURES = 8192  # of a program
+ONE_ROW_FEATURES = 1 << 16  # the most of the kernel for one row, which unrolls its loop over them
 
 
 def skinny_linear(
@@ -40,8 +41,9 @@ def skinny_linear(
 
     Returns:
         For each weight, `[parts, ..., out_features]` in `out_dtype`, contiguous. The partial sums of a row add up to
-        the product. They are summed in float32 and rounded once. On CUDA, more than 64 rows in one part and in the
-        dtype of `x` are a product of cuBLAS, which may round more than once.
+        the product. They are summed in float32 and rounded once. On CUDA, the order of the sums differs between one row
+        and several rows in one part. More than 64 rows in one part and in the dtype of `x` are a product of cuBLAS,
+        which may round more than once.
 
     Raises:
         TypeError, ValueError: dtypes, shapes, devices or numbers do not fit; the message names the argument.
@@ -63,8 +65,13 @@ def part_bounds(in_features: int, parts: int) -> list[int]:
     return [part * blocks // parts for part in range(parts + 1)]
 
 
-def choose_parts(out_features: Sequence[int], in_features: int) -> int:
-    """Return the number of parts for weights of these sizes; it depends on no number of rows."""
+def choose_parts(out_features: Sequence[int], in_features: int, rows: int | None) -> int:
+    """Return the number of parts for weights of these sizes. `rows` is None if it is dynamic.
+
+    One row has one part, because its kernel has many programs. All other numbers of rows have the same number of parts.
+    """
+    if rows == 1 and in_features <= ONE_ROW_FEATURES:
+        return 1
     programs = sum(ceil_div(n, BLOCK_OUT) for n in out_features)
     fill = max((parts for parts in PARTS if parts * programs <= SMS), default=1)
     return max(1, min(max(fill, ceil_div(in_features, MOST_FEATURES)), ceil_div(in_features, BLOCK_IN)))

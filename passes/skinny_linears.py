@@ -1,8 +1,11 @@
 """Find linear layers of few rows, and let those that read one input share a launch.
 
-For 2 to 64 rows, Inductor calls cuBLAS for each layer. `tatten::skinny_linear` takes up to three weights at once. One
-row is left to Inductor, which fuses its products with the ops around them if `coordinate_descent_tuning` is set. With a
-dynamic number of rows, the op calls cuBLAS for more than 64.
+For 2 to 64 rows, Inductor calls cuBLAS for each layer. `tatten::skinny_linear` takes up to three weights at once. With
+a dynamic number of rows, the op calls cuBLAS for more than 64.
+
+For one row, Inductor calls cuBLAS, too, or with `coordinate_descent_tuning` writes kernels that also compute the ops
+around a layer without bias. The op saves launches for layers of one input, and needs more for the ops around them. A
+step of Llama-3.1-8B takes less time, and needs less tuning (`benchmarks/decode_loop.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ from tatten.passes.symbolic import (
 OP = torch.ops.tatten.skinny_linear.default
 ARGUMENTS = "input", "weight", "bias"  # of `linear`
 # The fewest bytes of a group's weights that were measured: 0.59 to 0.72 of the time of cuBLAS. Groups of up to 1.05 GB
-# took 0.41 to 0.97 (bfloat16, biases in one of 6 models, 2, 8 and 64 rows, H100, `benchmarks/skinny_linear.py`).
+# took 0.41 to 0.97 (bfloat16, biases in one of 6 models, 2, 8 and 64 rows, H100, `benchmarks/skinny_linear.py`). With
+# one row, they took 0.21 to 0.93, and 0.58 to 1.07 of the time of Inductor's tuned kernels (3 models, H200).
 LEAST_BYTES = 1 << 22
 ALIGNED = 8  # features: rows of a weight then begin at multiples of 16 bytes, so that the kernel can load them ahead
 
@@ -137,9 +141,8 @@ def _takes_weight(weight: Tensor) -> bool:
 
 
 def _few_rows(x: Tensor) -> bool:
-    """Return True for 2 to `MOST_ROWS` rows; a dynamic number counts as it was when the graph was captured."""
-    rows = math.prod(x.shape[:-1])
-    return 1 < (hint(rows) or 0) <= MOST_ROWS
+    """Return True for 1 to `MOST_ROWS` rows; a dynamic number counts as it was when the graph was captured."""
+    return 1 <= (hint(math.prod(x.shape[:-1])) or 0) <= MOST_ROWS
 
 
 def _groups(layers: Sequence[Linear]) -> list[LinearGroup]:
@@ -164,8 +167,8 @@ def _changes(first: Linear, later: Linear) -> bool:
 
 
 def _parts_of(layers: Sequence[Linear]) -> int:
-    weights = [known_tensor(layer.weight) for layer in layers]
-    return choose_parts([w.shape[0] for w in weights], weights[0].shape[1])
+    weights, x = [known_tensor(layer.weight) for layer in layers], known_tensor(layers[0].x)
+    return choose_parts([w.shape[0] for w in weights], weights[0].shape[1], constant(math.prod(x.shape[:-1])))
 
 
 def apply_linear_group(group: LinearGroup) -> None:

@@ -50,7 +50,8 @@ class Options:
 def decode_options(device: torch.device) -> dict[str, Any]:
     """Return the options of Inductor for decode steps on a device; none for a CPU.
 
-    `coordinate_descent_tuning` turns cuBLAS calls for one row into fused kernels, and tunes them at their first launch.
+    `coordinate_descent_tuning` tunes kernels at their first launch. It also turns cuBLAS calls for one row into kernels
+    of Inductor, where `tatten::skinny_linear` doesn't take them.
     `triton.enable_pdl` lets a kernel begin before the one before ends, from compute capability 9.0 on.
     """
     if device.type != "cuda":

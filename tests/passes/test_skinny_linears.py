@@ -87,6 +87,10 @@ def projections(x, a, b, c, d, bias):
     return F.linear(x, a), F.linear(x, weight=b), F.linear(x, c)
 
 
+def one_layer(x, b):
+    return (F.linear(x, b),)
+
+
 def mlp(x, a, b, c, d, bias):
     return F.linear(F.silu(F.linear(x, a)), d) + x
 
@@ -169,16 +173,27 @@ def test_layers_of_one_input_share_an_op(
     check_same(fn, inputs())
 
 
-@pytest.mark.parametrize("shape", [(2, WIDTH), (64, WIDTH), (8, 8, WIDTH), (1, 8, WIDTH), (2, 1, 1, WIDTH)], ids=str)
+ROWS = [(WIDTH,), (1, WIDTH), (1, 1, WIDTH), (2, WIDTH), (64, WIDTH), (8, 8, WIDTH), (1, 8, WIDTH), (2, 1, 1, WIDTH)]
+
+
+@pytest.mark.parametrize("shape", ROWS, ids=str)
 def test_up_to_64_rows(shape: tuple[int, ...]) -> None:
     named = inputs() | {"x": torch.randn(shape).to(bf16)}
     assert names(search(projections, named)[1]) == [["a", "b", "c"]]
     check_same(projections, named)
 
 
-@pytest.mark.parametrize("shape", [(WIDTH,), (1, 1, WIDTH), (65, WIDTH), (5, 13, WIDTH), (0, WIDTH)], ids=str)
+@pytest.mark.parametrize("shape", [(65, WIDTH), (5, 13, WIDTH), (0, WIDTH)], ids=str)
 def test_other_numbers_of_rows_are_left(shape: tuple[int, ...]) -> None:
     assert search(projections, inputs() | {"x": torch.randn(shape).to(bf16)})[1] == []
+
+
+def test_one_row_has_one_part() -> None:
+    """16 outputs of 304 features have three parts with several rows."""
+    for rows, parts in ((1, 1), (2, 3)):
+        named = {"x": torch.randn(rows, 1, 304).to(bf16), "b": weight(16, 304)}
+        assert [x.parts for x in search(one_layer, named)[1]] == [parts]
+        check_same(one_layer, named)
 
 
 def test_float16() -> None:
@@ -330,7 +345,7 @@ def test_a_dynamic_number_of_rows(lead: tuple[int, ...]) -> None:
 
 
 def test_parts_of_a_dynamic_number_of_rows_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skinny_linears, "choose_parts", lambda outs, features: 2 if features == INNER else 1)
+    monkeypatch.setattr(skinny_linears, "choose_parts", lambda outs, features, rows: 2 if features == INNER else 1)
     named = inputs()
     torch._dynamo.mark_dynamic(named["x"], 0)
     assert names(search(mlp, named)[1]) == [["a"]]

@@ -256,7 +256,7 @@ def main() -> None:
         variants += [(index_scores, (*kind, *dtypes), {}) for kind in kinds]
     variants += [(share, shape, {}) for shape in ((3, 16, 8), (40, 1, 2), (5, 128, 32))]
     variants += [(select, shape, {}) for shape in ((3, 5000, 77), (2, 300_000, 2048))]
-    multiplied = (3, 333, (70,), 2), (20, 512, (64, 9), 1), (64, 1000, (130, 64, 64), 1)
+    multiplied = (3, 333, (70,), 2), (20, 512, (64, 9), 1), (64, 1000, (130, 64, 64), 1), (1, 5000, (7, 100), 1)
     variants += [(multiply, shape, {}) for shape in multiplied]
     variants += [(slide, shape, {}) for shape in ((KV_LEN, 80), (2000, 128))]
     variants += [(write_tokens, shape, {}) for shape in ((7, 3, 80), (33, 8, 128))]

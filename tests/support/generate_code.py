@@ -332,7 +332,10 @@ cases = {
         index_scores,
         [((2, 1, 64, 128), bf16), ((2, 8192, 128), bf16), ((2, 1, 64), torch.float32), ((2, 1, 8192), torch.bool)],
     ),
-    "linears": (linears, [((8, 1, 4096), bf16), *[((n, 4096), bf16) for n in (4096, 1024, 1024)]]),
+    **{
+        name: (linears, [((rows, 1, 4096), bf16), *[((n, 4096), bf16) for n in (4096, 1024, 1024)]])
+        for name, rows in (("linears", 8), ("linears of one row", 1))
+    },
     "symbolic rows": (find_rows, ["n", ((7,), torch.int32)]),
     "symbolic lengths": (plain, [Q, *[((2, 8, "s", 128), bf16)] * 2]),
     "plain": (plain, [Q, KV, KV]),

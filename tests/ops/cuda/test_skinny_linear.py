@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 from tatten.ops.cuda.skinny_linear import by_cublas, plan_skinny_linear
-from tatten.ops.skinny_linear import BLOCK_IN, MOST_ROWS, choose_parts, part_bounds
+from tatten.ops.skinny_linear import BLOCK_IN, MOST_ROWS, ONE_ROW_FEATURES, choose_parts, part_bounds
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 op = torch.ops.tatten.skinny_linear.default
@@ -32,6 +32,11 @@ TINY: list[Case] = [
     ((66,), 129, (9,), 2),
     ((2, 2), 260, (1, 1, 1), 5),  # more parts than blocks of input features
     ((), 24, (7,), 1),
+    ((1,), 136, (5, 3, 70), 1),
+    ((1, 1), 130, (3, 0, 9), 1),  # features that are no multiple of 8
+    ((1, 1), 5000, (3, 1), 1),
+    ((1,), ONE_ROW_FEATURES, (2,), 1),
+    ((1,), ONE_ROW_FEATURES + 1, (2,), 1),
 ]
 LARGE: list[Case] = [
     ((8, 1), 4096, (4096, 1024, 1024), 1),
@@ -39,6 +44,11 @@ LARGE: list[Case] = [
     ((64, 1), 4096, (1024,), 4),
     ((33,), 2048, (5632, 5632), 1),
     ((2,), 4096, (32000,), 1),
+    ((1, 1), 4096, (4096, 1024, 1024), 1),
+    ((1, 1), 14336, (4096,), 1),
+    ((1,), 896, (896, 128, 128), 1),
+    ((1,), 28672, (100,), 1),
+    ((1,), 4096, (128256,), 1),
     ((100,), 512, (384,), 2),
     ((130,), 512, (384, 100), 1),
 ]
@@ -47,8 +57,9 @@ import json, sys, torch
 from compiled import Recorder, compile_launch
 from tatten.ops.cuda import combine, skinny_linear
 from tatten.ops.cuda.kernels import skinny_linear as kernels
-kernel, launches = kernels._skinny_linear_kernel, []
-kernels._skinny_linear_kernel = Recorder(kernel, launches)
+launches = []
+for name in ("_skinny_linear_kernel", "_one_row_linear_kernel"):
+    setattr(kernels, name, Recorder(getattr(kernels, name), launches))
 combine.INTERPRETED = False
 for rows, features, outs, parts in json.loads(sys.argv[1]):
     x = torch.empty(rows, features, device="meta", dtype=torch.bfloat16)
@@ -187,10 +198,16 @@ def test_weights_without_rows(outs: tuple[int, ...]) -> None:
     ids=str,
 )
 def test_parts_fill_the_gpu(outs: tuple[int, ...], features: int, parts: int) -> None:
-    assert choose_parts(outs, features) == parts
+    assert {choose_parts(outs, features, rows) for rows in (None, 2, 64)} == {parts}
     if features:
         bounds = part_bounds(features, parts)
         assert all(start < stop for start, stop in itertools.pairwise(bounds))
+
+
+def test_one_row_has_one_part() -> None:
+    """Unless it has more features than its kernel takes."""
+    for features, parts in ((4096, 1), (ONE_ROW_FEATURES, 1), (ONE_ROW_FEATURES + 1, 9)):
+        assert choose_parts((4096,), features, 1) == parts
 
 
 X, WEIGHTS = inputs(((2, 3), 8, (4, 5), 1))
@@ -257,6 +274,17 @@ def test_compiles_for_hopper() -> None:
         assert built["shared"] < 227 << 10
 
 
+@pytest.mark.drawn(2, "compiled for Hopper")
+def test_one_row_compiles_for_hopper() -> None:
+    """Nothing spills, and each load of a weight has 16 bytes, which leave the L2 first."""
+    cases = [(1, 4096, [4096, 1024, 1024], 1), (1, 14336, [4096], 1), (1, 28672, [8192], 1), (1, 1000, [8], 1)]
+    for built in compile_in_subprocess(SCRIPT, cases):
+        assert built["stack"] == 0
+        assert "mma" not in built["ptx"]
+        assert "evict_first" in built["ptx"]
+        assert not [x for x in built["ptx"].splitlines() if "evict_first" in x and "ld.global" in x and ".v4" not in x]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [*TINY, *LARGE], ids=str)
@@ -274,7 +302,7 @@ def test_on_a_gpu(case: Case, dtypes: tuple[torch.dtype, torch.dtype | None]) ->
 
 @pytest.mark.gpu
 def test_a_row_depends_on_nothing_else() -> None:
-    """To the bit, however many rows there are; NaN in one stays there."""
+    """To the bit, however many rows there are in several parts; NaN in one stays there."""
     x, weights = inputs(((64,), 4096, (1024, 512), 4), "cuda")
     x[3] = float("nan")
     got = op(x, weights, 4, torch.float32)
@@ -285,14 +313,14 @@ def test_a_row_depends_on_nothing_else() -> None:
 
 
 @pytest.mark.gpu
-def test_replays() -> None:
-    case = ((8,), 4096, (1024,), 2)
-    x, weights = inputs(case, "cuda")
-    op(x, weights, 2)
+@pytest.mark.parametrize("rows, parts", [(8, 2), (1, 1)])
+def test_replays(rows: int, parts: int) -> None:
+    x, weights = inputs(((rows,), 4096, (1024,), parts), "cuda")
+    op(x, weights, parts)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = op(x, weights, 2)
+        out = op(x, weights, parts)
     for seed in range(3):
         x.copy_(torch.randn(x.shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda"))
         graph.replay()
-        check(out, x, weights, 2, bf16)
+        check(out, x, weights, parts, bf16)

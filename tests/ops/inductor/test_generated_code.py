@@ -72,6 +72,7 @@ LOWERED = (
     "index scores",
     "selection",
     "linears",
+    "linears of one row",
 )
 RUNS: list[tuple[str, bool, dict[str, bool]]] = [
     *((case, True, {}) for case in LOWERED),
@@ -234,6 +235,7 @@ def test_a_package_does_without_gluon(case: str, kernel: str) -> None:
         ("index scores", {"index_scores"}),
         ("selection", {"count_scores", "write_picks"}),
         ("linears", {"skinny_linear"}),
+        ("linears of one row", {"one_row_linear", "skinny_linear"}),  # one of its calls asks for two parts
     ],
 )
 def test_other_ops(case: str, kernels: set[str]) -> None:

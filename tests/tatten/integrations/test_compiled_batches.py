@@ -20,6 +20,7 @@ from transformers import CompileConfig, GenerationConfig
 
 import tatten.integrations.transformers  # noqa: F401  (registers the attention)
 from tatten.passes import skinny_linears
+from tatten.passes.symbolic import constant, known_tensor
 
 NEW = 12
 PADDED: dict[str, Any] = {"q_padding_interval_size": 16, "max_requests_per_batch": 8, "max_batch_tokens": 32}
@@ -81,11 +82,12 @@ def test_linear_layers_of_decode_steps(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(skinny_linears, "LEAST_BYTES", 1)
     monkeypatch.setattr(skinny_linears, "choose_parts", lambda *_: 1)  # as for layers of larger models
     rewriting = importlib.import_module("tatten.passes.rewrite")  # the package has a function of this name
-    groups: list[int] = []
+    launches: dict[str, list[int]] = {"one": [], "any": []}  # numbers of layers, by the number of requests
     apply = rewriting.apply_linear_group
 
     def count(group: skinny_linears.LinearGroup) -> None:
-        groups.append(len(group.layers))
+        rows = constant(known_tensor(group.layers[0].x).shape[1])
+        launches["any" if rows is None else "one"].append(len(group.layers))
         apply(group)
 
     monkeypatch.setattr(rewriting, "apply_linear_group", count)
@@ -93,7 +95,9 @@ def test_linear_layers_of_decode_steps(name: str, monkeypatch: pytest.MonkeyPatc
     config = CompileConfig(backend="tatten", mode=None, options={"decode": True}, fullgraph=True, dynamic=True)
     for prompt, tokens in zip(ids, run(model, ids, greedy(NEW), **PADDED, decode_compile_config=config), strict=True):
         assert behind(model, prompt, tokens) < 0.3
-    assert groups == [3, 1, 2, 1] * 2 + [1]  # the graph of one request has none
+    a_graph = [3, 1, 2, 1] * 2 + [1]
+    assert launches["any"] == a_graph
+    assert launches["one"] in (a_graph, a_graph * 2)  # Dynamo traces the first graph again if it has floats
 
 
 def test_sampled_tokens() -> None:
