@@ -16,7 +16,8 @@ code was generated and compiled; kernels are tuned in the rest of it. `loop_*` a
 candidate whose first call takes longer than `--first-call-limit` is left out. `gpt_fast` is the loop of gpt-fast, which
 is left out without the folder `--gpt-fast`; it samples, in CUDA graphs of Inductor, and has the same weights. The floor
 is each weight and each used key and value once, at the rate of a plain read. `loop_cublas` is `loop` without
-`tatten::skinny_linear`, which computes linear layers of several rows.
+`tatten::skinny_linear`, which computes linear layers of few rows. `loop_combined` is `loop` with Inductor's option
+`combo_kernels`.
 
 `--section start` measures the seconds until a new process has the first two tokens of one sequence, prefill and
 compiling included: of a first process, and of a second one that finds on disk what the first has compiled.
@@ -61,6 +62,7 @@ CANDIDATES = (
     "loop_untuned",
     "loop_autotuned",
     "loop_cublas",
+    "loop_combined",
     "loop_inductor",
     "gpt_fast",
 )
@@ -101,6 +103,7 @@ def candidate(
         compiling: dict[str, tuple[str, dict[str, Any]]] = {
             "loop_untuned": ("tatten", {"decode": False}),
             "loop_autotuned": ("tatten", {"max_autotune": True}),
+            "loop_combined": ("tatten", {"combo_kernels": True}),
             "loop_cublas": ("tatten", {"decode": False, **decode_options(device)}),
             "loop_inductor": ("inductor", decode_options(device)),
         }

@@ -1,14 +1,17 @@
-"""The linear layers of a decoder layer for few rows: `tatten::skinny_linear` and cuBLAS.
+"""The linear layers of a decoder layer for few rows: `tatten::skinny_linear`, cuBLAS and Inductor.
 
     python benchmarks/skinny_linear.py --device cuda
     python benchmarks/skinny_linear.py --device cuda --parts 1 2 4     # numbers of parts beside the chosen one
     python benchmarks/skinny_linear.py --device cuda --rows 8 --dtype float16
+    python benchmarks/skinny_linear.py --device cuda --rows 1          # beside kernels that Inductor writes and tunes
 
 Layers that read one input are a group: query, key and value; the output of attention; gate and up; down. One model has
 its head as well, and one has biases. `cublas` calls `linear` for each layer, and `joined` once for all layers of a
 group, whose weights are concatenated beforehand. `tatten` calls the op for each group, in as many parts as the pass
-chooses. Each result is then read by a kernel of its own, as in a decode step, which may be launched early. It sums
-parts, adds the bias of tatten's result, and rounds. Results are checked against float64.
+chooses. With one row, `inductor` compiles the group with the options that a decode step has, which turn calls of cuBLAS
+into tuned kernels. Each result is then read by a kernel of its own, as in a decode step, which may be launched early.
+It sums parts, adds the bias of tatten's result, and rounds. (In a step of one row, Inductor computes some of the next
+ops in the kernel of a layer.) Results are checked against float64.
 
 A captured CUDA graph cycles through copies of the weights that together exceed the L2. Candidates take turns, and
 medians are shown, in microseconds of a group with those kernels. The floor is each weight once, at the best rate at
@@ -35,6 +38,7 @@ from support.timing import as_graph, in_turns, microseconds, read_rate
 from torch import Tensor
 
 from tatten.ops.skinny_linear import choose_parts
+from tatten.options import decode_options
 
 Group = tuple[tuple[int, ...], int]  # output features of each layer, and input features
 
@@ -105,6 +109,18 @@ def by_joined(x: Tensor, layers: Layers) -> Sequence[Tensor]:
     return products.unsqueeze(0).split([w.shape[0] for w in layers.weights], -1)
 
 
+def by_inductor() -> Call:
+    """Return `by_cublas`, compiled as a decode step is without tatten."""
+
+    def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+        pairs = itertools.zip_longest(weights, biases)  # all layers have biases, or none has
+        return [F.linear(x, weight, bias).unsqueeze(0) for weight, bias in pairs]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(linears, options=decode_options(torch.device("cuda")), dynamic=False)
+    return lambda x, layers: compiled(x, layers.weights, layers.biases)
+
+
 def by_op(x: Tensor, layers: Layers, parts: int) -> Sequence[Tensor]:
     dtype = torch.float32 if parts > 1 or layers.biases else x.dtype
     products: list[Tensor] = torch.ops.tatten.skinny_linear.default(x, layers.weights, parts, dtype)
@@ -142,17 +158,18 @@ def draw(group: Group, biased: bool, dtype: torch.dtype) -> Layers:
 
 def measure(group: Group, biased: bool, rows: int, args: argparse.Namespace) -> dict[str, Any]:
     outs, n_in = group
-    n_bytes, chosen = 2 * sum(outs) * n_in, choose_parts(outs, n_in)
+    n_bytes, chosen = 2 * sum(outs) * n_in, choose_parts(outs, n_in, rows)
     copies, dtype = 2 + 2 * L2["cuda"] // n_bytes, getattr(torch, args.dtype)
     x = torch.randn(rows, n_in, device="cuda").to(dtype)
     models = [draw(group, biased, dtype) for _ in range(copies)]
     results = [torch.empty(rows, n, device="cuda", dtype=dtype) for n in outs]
     calls: dict[str, Call] = {"cublas": by_cublas, **({"joined": by_joined} if len(outs) > 1 else {})}
+    calls |= {"inductor": by_inductor()} if rows == 1 else {}
     calls |= {"tatten": functools.partial(by_op, parts=chosen)}
     calls |= {f"{n} parts": functools.partial(by_op, parts=n) for n in args.parts if n != chosen}
     graphs = {}
     for name, call in calls.items():
-        adds_biases = name not in ("cublas", "joined")
+        adds_biases = name not in ("cublas", "joined", "inductor")
         check(name, step(call, x, models[0], adds_biases, results), x, models[0])
 
         def steps(call: Call = call, adds_biases: bool = adds_biases) -> list[Tensor]:
