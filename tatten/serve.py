@@ -121,8 +121,7 @@ def _guards_batches(manager: type) -> type:
     from transformers.generation.continuous_batching.utils import drain_queue
 
     from tatten.integrations.transformers.continuous_batching.cache import PagedCache
-    from tatten.integrations.transformers.continuous_batching.replaced import uses_tatten
-    from tatten.integrations.transformers.continuous_batching.supported import check_model
+    from tatten.integrations.transformers.continuous_batching.supported import check_model, uses_tatten
 
     class BatchesOnTatten(manager):  # type: ignore[misc, valid-type]
         def init_cb(self, model: Any, gen_config: Any) -> None:

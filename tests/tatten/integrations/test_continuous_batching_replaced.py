@@ -201,8 +201,8 @@ def test_keys_of_another_width_than_the_cache() -> None:
 
 
 @needs_tested
-@pytest.mark.parametrize("page_size", [12, 512])
-def test_page_sizes(page_size: int) -> None:
+@pytest.mark.parametrize("page_size", [12, 512, 8.0])
+def test_page_sizes(page_size: float) -> None:
     wanted = rf"`page_size` must be a power of two up to 256 on attention \"tatten\", got {page_size}"
     with pytest.raises(ValueError, match=wanted):
         generate(build("llama"), page_size=page_size)

@@ -92,7 +92,7 @@ class Batch:
         key, value = (torch.cat((self.new(x), pad)).transpose(0, 1)[None] for x in (self.keys, self.values))
         query = torch.cat((self.query, self.query.new_zeros(padding, Q_HEADS, DIM))).transpose(0, 1)[None]
         sinks = torch.linspace(-1, 1, Q_HEADS)
-        pages = LayerPages(self.pools[0], self.pools[1], step)
+        pages = LayerPages(self.pools[0], self.pools[1], step, key, value)
         out, _ = attention(MODULE, query, key, value, None, pages, softcap=4.0, s_aux=sinks)  # type: ignore[arg-type]
         return out[0, : self.n_tokens]
 

@@ -35,15 +35,20 @@ def attention(
     """
     if pages is None:
         raise NotImplementedError(
-            f"{type(module).__name__} must have separate keys in each layer for continuous batching, got a layer that "
-            "shares the keys of another"
+            f"{type(module).__name__} must have pages for continuous batching, got a layer that shares the keys of "
+            "another, or whose manager was made for another attention"
+        )
+    if key is not pages.new_key or value is not pages.new_value:
+        raise NotImplementedError(
+            f"{type(module).__name__} must attend to the keys and values that it stores, got others: "
+            'use attn_implementation="sdpa"'
         )
     _check(module, dropout, kwargs | {"attention_mask": attention_mask})
     if s_aux is not None and s_aux.dtype != query.dtype:
         s_aux = s_aux.float()
     if isinstance(pages, TracedPages):
-        return pages.attend(query, key, value, scaling, sliding_window, softcap, s_aux), None
-    return attend(query, key, value, pages, scaling, sliding_window, softcap, s_aux), None
+        return pages.attend(query, scaling, sliding_window, softcap, s_aux), None
+    return attend(query, pages, scaling, sliding_window, softcap, s_aux), None
 
 
 def _check(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from tatten.integrations.transformers.continuous_batching.compiled import Traced
 from tatten.integrations.transformers.continuous_batching.layer_pages import LayerPages
 from tatten.integrations.transformers.continuous_batching.layout import check_layout
 from tatten.integrations.transformers.continuous_batching.steps import Step, chunk_step, decode_step, ring_step
+from tatten.integrations.transformers.continuous_batching.supported import NAME
 from tatten.integrations.transformers.continuous_batching.tables import STATE, LayerGroup, StepTables, group_of
 from tatten.ops.moved import log
 from tatten.ops.sizes import ceil_div
@@ -48,7 +49,8 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
     def _allow_decode_steps(self) -> None:
         """Set the attributes by which the scheduler decides which requests may take a decode step."""
         columns = self.max_blocks_per_request
-        if columns == 0:
+        if columns <= 0:
+            self.max_blocks_per_request = 0  # a negative number turns decode steps off, too
             return
         full = [group for group in self.groups.values() if group.window is None]
         rings = [ceil_div(group.window, group.page_size) for group in self.groups.values() if group.window is not None]
@@ -146,10 +148,15 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """Pass the pages of a layer to its attention, which writes the new keys and values."""
+        if (attention := self.config._attn_implementation) != NAME:  # it would attend to the new keys alone
+            raise RuntimeError(
+                f'a manager of continuous batching must have attention "{NAME}", for which it was made, got '
+                f'"{attention}": make a new manager after a switch of attention'
+            )
         allocator = self.layer_to_allocator[layer_idx]
         tables = _tables_of_group(kwargs, allocator.layer_type, allocator.index)
         if torch.compiler.is_compiling():
-            kwargs[PAGES_ARGUMENT] = TracedPages(self.number, layer_idx, tables)
+            kwargs[PAGES_ARGUMENT] = TracedPages(self.number, layer_idx, tables, key_states, value_states)
         else:
             kwargs[PAGES_ARGUMENT] = self.pages_of_layer(layer_idx, key_states, value_states, tables)
         return key_states, value_states
@@ -166,7 +173,7 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
                     f"`{name}` of layer {layer_idx} must be [1, {pool.shape[2]}, tokens, {pool.shape[3]}], as the "
                     f"cache has one width for all layers, got {tuple(new.shape)}"
                 )
-        return LayerPages(key, value, self._step(allocator, layer_idx, tables))
+        return LayerPages(key, value, self._step(allocator, layer_idx, tables), key_states, value_states)
 
     def _step(self, allocator: Any, layer_idx: int, tables: StepTables) -> Step:
         """Return the step of a layer's group. The first layer of the group makes it in each forward pass.

@@ -45,25 +45,26 @@ class TracedPages(NamedTuple):
         cache: the number of the cache, int64 0-d on the CPU.
         layer: the index of the layer.
         tables: the tables of the layer's group.
+        new_key, new_value: as in `LayerPages`.
     """
 
     cache: Tensor
     layer: int
     tables: StepTables
+    new_key: Tensor
+    new_value: Tensor
 
     def attend(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
         scale: float | None,
         sliding_window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Add the op to the graph. Arguments and result are those of `layer_pages.attend`."""
-        softmax = scale, sliding_window, softcap, sinks
-        out: Tensor = torch.ops.tatten.attend_pages(query, key, value, self.cache, self.layer, *self.tables, *softmax)
+        """Add the op to the graph. The result and the other arguments are those of `layer_pages.attend`."""
+        new, softmax = (self.new_key, self.new_value), (scale, sliding_window, softcap, sinks)
+        out: Tensor = torch.ops.tatten.attend_pages(query, *new, self.cache, self.layer, *self.tables, *softmax)
         return out
 
 
@@ -90,7 +91,7 @@ def _attend_pages(
         raise RuntimeError(f"cache {int(number)} must exist as long as a compiled step runs, but it was freed")
     tables = StepTables(rows, reads, slots, starts, key_starts, most_new, longest)
     pages = cache.pages_of_layer(layer, key, value, tables)
-    out: Tensor = attend(query, key, value, pages, scale, sliding_window, softcap, sinks)
+    out: Tensor = attend(query, pages, scale, sliding_window, softcap, sinks)
     return out.contiguous()
 
 

@@ -16,16 +16,19 @@ from tatten.ops.paged_attention import paged_attention
 
 @dataclass(frozen=True)
 class LayerPages:
-    """The pools of a layer, and the tables of a step.
+    """The pools of a layer, the tables of a step, and its new keys and values.
 
     Attributes:
         key, value: the pools, `[pages, page, kv_heads, head_dim]`.
         step: the pages of each request, which all layers of a group share.
+        new_key, new_value: those that the model stores, `[1, kv_heads, tokens, head_dim]`.
     """
 
     key: Tensor
     value: Tensor
     step: Step
+    new_key: Tensor
+    new_value: Tensor
 
     def write(self, key: Tensor, value: Tensor) -> None:
         """Store the new keys and values `[tokens, kv_heads, head_dim]`."""
@@ -48,8 +51,6 @@ class LayerPages:
 @torch.compiler.disable  # the graph of a compiled step has the op of compiled.py instead
 def attend(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
     pages: LayerPages,
     scale: float | None,
     sliding_window: int | None,
@@ -57,7 +58,7 @@ def attend(
     sinks: Tensor | None,
 ) -> Tensor:
     """Store the new keys and values of a layer, and attend to its pages, as `attention` does."""
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    query, key, value = (x[0].transpose(0, 1) for x in (query, pages.new_key, pages.new_value))
     softmax: dict[str, Any] = {"scale": scale, "softcap": softcap}
     step = pages.step
     if step.window is not None and sliding_window not in (None, step.window):

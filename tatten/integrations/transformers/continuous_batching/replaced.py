@@ -9,19 +9,14 @@ from typing import Any, NamedTuple
 from transformers.generation.continuous_batching import cache as cb_cache
 from transformers.generation.continuous_batching import continuous_api, initialization
 
-from tatten.integrations.transformers.continuous_batching.supported import check_model, check_page_size
+from tatten.integrations.transformers.continuous_batching.supported import check_model, check_page_size, uses_tatten
 from tatten.ops.moved import moved
 from tatten.ops.sizes import ceil_div
 
-NAME = "tatten"
 # The largest table that is copied to the device at each step, if transformers has no bound on the length of requests.
 TABLE_BYTES = 1 << 20
 # transformers captures a graph for each multiple of this many keys. Paged attention needs only one graph.
 ONE_SIZE = 1 << 40
-
-
-def uses_tatten(config: Any) -> bool:
-    return getattr(config, "_attn_implementation", None) == NAME
 
 
 class Replacement(NamedTuple):

@@ -11,8 +11,14 @@ from tatten.integrations.transformers.config import caches_latents
 from tatten.integrations.transformers.continuous_batching.contract import moved_code
 from tatten.ops.pages import LARGEST_PAGE, is_page_size
 
+NAME = "tatten"
 VERSIONS = ("5.24",)
 DEVICES = ("cpu", "cuda")
+
+
+def uses_tatten(config: Any) -> bool:
+    """Return True if the text of a model has attention "tatten", whatever attention its other parts have."""
+    return getattr(config.get_text_config(), "_attn_implementation", None) == NAME
 
 
 def check_transformers() -> None:
@@ -71,7 +77,7 @@ def key_widths(model: nn.Module, config: Any) -> list[int]:
 
 def check_page_size(page_size: int) -> None:
     """Raise ValueError unless the ops support the page size."""
-    if not is_page_size(page_size):
+    if not (isinstance(page_size, int) and is_page_size(page_size)):
         raise ValueError(
             f'`page_size` must be a power of two up to {LARGEST_PAGE} on attention "tatten", got {page_size}'
         )
