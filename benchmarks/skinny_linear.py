@@ -99,9 +99,13 @@ def read(product: Tensor, bias: Tensor | None, out: Tensor) -> None:
     )
 
 
+def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+    pairs = itertools.zip_longest(weights, biases)  # all layers have biases, or none has
+    return [F.linear(x, weight, bias).unsqueeze(0) for weight, bias in pairs]
+
+
 def by_cublas(x: Tensor, layers: Layers) -> Sequence[Tensor]:
-    biases = layers.biases or [None] * len(layers.weights)
-    return [F.linear(x, w, b).unsqueeze(0) for w, b in zip(layers.weights, biases, strict=True)]
+    return linears(x, layers.weights, layers.biases)
 
 
 def by_joined(x: Tensor, layers: Layers) -> Sequence[Tensor]:
@@ -111,11 +115,6 @@ def by_joined(x: Tensor, layers: Layers) -> Sequence[Tensor]:
 
 def by_inductor() -> Call:
     """Return `by_cublas`, compiled as a decode step is without tatten."""
-
-    def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-        pairs = itertools.zip_longest(weights, biases)  # all layers have biases, or none has
-        return [F.linear(x, weight, bias).unsqueeze(0) for weight, bias in pairs]
-
     torch._dynamo.reset()
     compiled = torch.compile(linears, options=decode_options(torch.device("cuda")), dynamic=False)
     return lambda x, layers: compiled(x, layers.weights, layers.biases)

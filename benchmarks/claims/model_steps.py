@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from claims.claim import Claim, Row, compiling, geomean, largest, least, one, over, slower, those, to_same_function
 
 
 def loop_to_floor(r: Row) -> float:
     ms: float = r["token_ms"]["loop"]
     return ms / r["floor_ms"]
+
+
+def token_over(name: str, than: str) -> Callable[[Row], float]:
+    """Milliseconds of a token of one candidate over those of another."""
+    return lambda r: r["token_ms"][name] / r["token_ms"][than]
+
+
+def lookup_step_over_token(r: Row) -> float:
+    ms: float = r["drafts"]["loop_lookup"]["step_ms"]
+    return ms / r["token_ms"]["loop"]
 
 
 CLAIMS = [
@@ -23,7 +35,7 @@ CLAIMS = [
         "linear layers of few rows in a decode loop of 8 sequences",
         "decode_loop_batch8",
         1,
-        largest(lambda r: r["token_ms"]["loop"] / r["token_ms"]["loop_cublas"]),
+        largest(token_over("loop", "loop_cublas")),
         "0.88 of its time with cuBLAS",
         at_most=0.885,
     ),
@@ -39,7 +51,7 @@ CLAIMS = [
         "sampled decode loop over a greedy one, on an H200",
         "decode_loop_h200",
         1,
-        largest(lambda r: r["token_ms"]["loop_sampled"] / r["token_ms"]["loop"]),
+        largest(token_over("loop_sampled", "loop")),
         "A sampled token takes 1.05 times as long",
         at_most=1.055,
     ),
@@ -47,7 +59,7 @@ CLAIMS = [
         "a step of prompt lookup over one of a token, on an H200",
         "decode_loop_h200",
         1,
-        largest(lambda r: r["drafts"]["loop_lookup"]["step_ms"] / r["token_ms"]["loop"]),
+        largest(lookup_step_over_token),
         "1.13 times a step of one token",
         at_most=1.135,
     ),
@@ -105,7 +117,7 @@ CLAIMS = [
         "decode loop with `combo_kernels`, on an H200",
         "decode_loop_h200",
         1,
-        largest(lambda r: r["token_ms"]["loop_combined"] / r["token_ms"]["loop"]),
+        largest(token_over("loop_combined", "loop")),
         "Inductor's option `combo_kernels` makes no difference",
         at_most=1.005,
         at_least=0.995,
@@ -123,7 +135,7 @@ CLAIMS = [
         "decode loop beside gpt-fast",
         "decode_loop_gpt_fast",
         1,
-        largest(lambda r: r["token_ms"]["loop"] / r["token_ms"]["gpt_fast"]),
+        largest(token_over("loop", "gpt_fast")),
         "takes 0.91 of the time of gpt-fast",
         at_most=0.915,
     ),
@@ -139,7 +151,7 @@ CLAIMS = [
         "a step of prompt lookup over one of a token",
         "decode_loop_lookup",
         1,
-        largest(lambda r: r["drafts"]["loop_lookup"]["step_ms"] / r["token_ms"]["loop"]),
+        largest(lookup_step_over_token),
         "takes 1.05 times a step",
         at_most=1.055,
     ),
@@ -147,7 +159,7 @@ CLAIMS = [
         "linear layers of few rows, worst row",
         "skinny_linear",
         69,
-        largest(lambda r: r["us"]["tatten"] / r["us"]["cublas"]),
+        largest(over("tatten", "cublas")),
         "at most 0.97 of the time of cuBLAS",
         at_most=0.975,
     ),
@@ -155,7 +167,7 @@ CLAIMS = [
         "linear layers of few rows",
         "skinny_linear",
         69,
-        geomean(lambda r: r["us"]["tatten"] / r["us"]["cublas"]),
+        geomean(over("tatten", "cublas")),
         "0.74 in geometric mean",
         at_most=0.745,
     ),
@@ -163,7 +175,7 @@ CLAIMS = [
         "linear layers of few rows, over joined weights",
         "skinny_linear",
         69,
-        those(lambda r: "joined" in r["us"], geomean(lambda r: r["us"]["tatten"] / r["us"]["joined"])),
+        those(lambda r: "joined" in r["us"], geomean(over("tatten", "joined"))),
         "0.93 of the time in geometric mean",
         at_most=0.935,
     ),

@@ -75,6 +75,10 @@ def loop_ms(name: str) -> Cell:
     return lambda r: number(r["token_ms"].get(name), 2)
 
 
+def lookup_step_ms(r: Row) -> object:
+    return number(r["drafts"]["loop_lookup"]["step_ms"], 2)
+
+
 def loop_to_floor(r: Row) -> object:
     return number(r["token_ms"]["loop"] / r["floor_ms"], 2)
 
@@ -132,7 +136,7 @@ TABLES = {
             "decode_loop": loop_ms("loop"),
             "sampled": loop_ms("loop_sampled"),
             "`combo_kernels`": loop_ms("loop_combined"),
-            "a step of prompt lookup": lambda r: number(r["drafts"]["loop_lookup"]["step_ms"], 2),
+            "a step of prompt lookup": lookup_step_ms,
             "replay": figure("replay_ms", 2),
             "byte floor": figure("floor_ms", 2),
             "loop to floor": loop_to_floor,
@@ -147,7 +151,7 @@ TABLES = {
             "decode_loop": loop_ms("loop"),
             "prompt lookup": loop_ms("loop_lookup"),
             "tokens of a step": lambda r: number(r["drafts"]["loop_lookup"]["tokens_per_step"], 0),
-            "its ms": lambda r: number(r["drafts"]["loop_lookup"]["step_ms"], 2),
+            "its ms": lookup_step_ms,
             "to a step of one": lambda r: number(r["drafts"]["loop_lookup"]["step_ms"] / r["token_ms"]["loop"], 2),
             "byte floor": figure("floor_ms", 2),
         },

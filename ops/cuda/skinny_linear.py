@@ -127,7 +127,7 @@ def one_row_launch(x: Tensor, outs: Sequence[int]) -> Launch:
 def one_row_tile(in_features: int) -> tuple[int, int, int]:
     """Return the rows and the input features of a weight's tile, and the warps of its program.
 
-    Each tile took at most 1.06 times as long as the best of 20 on an H200, for 18 numbers of features.
+    The tiles were chosen on an H200, among 20, for 896 to 28672 features.
     """
     if in_features > 4096:
         return 1, 2048, 4

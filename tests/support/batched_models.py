@@ -50,11 +50,16 @@ def build(name: str, attention: str = "tatten", seed: int = 0, **config: Any) ->
     torch.manual_seed(seed)
     made = getattr(transformers, f"{prefix}Config")(**(sizes | config))
     model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation=attention).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() > 1 or "sinks" in parameter_name:
-                parameter.normal_(0, 1.7 / made.hidden_size**0.5)  # so that few logits are close to the largest
+    draw_weights(model, made.hidden_size)
     return model
+
+
+def draw_weights(model: PreTrainedModel, hidden_size: int) -> None:
+    """Draw weights with which few logits are close to the largest."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 or "sinks" in name:
+                parameter.normal_(0, 1.7 / hidden_size**0.5)
 
 
 def prompts(lengths: Sequence[int] = (24, 28, 40, 3), common: int = 23, seed: int = 1) -> Tokens:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from batched_models import SMALL, Tokens, batching, build, expected, greedy, prompts, quick
+from batched_models import SMALL, Tokens, batching, build, draw_weights, expected, greedy, prompts, quick
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching import continuous_api
 
@@ -28,13 +28,6 @@ def generate(model: PreTrainedModel, ids: Tokens, **options: Any) -> list[Any]:
     return [x.error or x.generated_tokens for x in results.values()]
 
 
-def draw_weights(model: PreTrainedModel) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.2)
-
-
 def with_images(attention: str | dict[str, str]) -> PreTrainedModel:
     torch.manual_seed(0)
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -49,7 +42,7 @@ def with_images(attention: str | dict[str, str]) -> PreTrainedModel:
     model: PreTrainedModel = transformers.Gemma3ForConditionalGeneration._from_config(
         config, attn_implementation=attention
     )
-    draw_weights(model)
+    draw_weights(model, SMALL["hidden_size"])
     return model.eval()
 
 
@@ -72,7 +65,7 @@ def test_keys_that_are_changed_after_they_are_stored(name: str, sizes: dict[str,
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="tatten").eval()
-    draw_weights(model)
+    draw_weights(model, SMALL["hidden_size"])
     for error in generate(model, prompts((5, 12))):
         assert f"{name}Attention must attend to the keys and values that it stores, got others" in error
 
