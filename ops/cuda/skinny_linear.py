@@ -22,6 +22,22 @@ from tatten.ops.skinny_linear import (
     check_skinny_linear,
 )
 
+# The tiles of layers of one row with up to so many input features, by `benchmarks/one_row_tiles.py` on an H200.
+ONE_ROW_TILES = (
+    (1024, (2, 512, 4)),
+    (1536, (4, 2048, 8)),
+    (2048, (2, 2048, 8)),
+    (2560, (4, 2048, 8)),
+    (3584, (2, 2048, 8)),
+    (4096, (1, 2048, 8)),
+    (5120, (2, 4096, 4)),
+    (6144, (1, 8192, 4)),
+    (9728, (1, 8192, 8)),
+    (12288, (1, 8192, 4)),
+    (16384, (1, 512, 2)),
+    (ONE_ROW_FEATURES, (1, 2048, 4)),
+)
+
 
 def skinny_linear(
     x: Tensor, weights: Sequence[Tensor], parts: int = 1, out_dtype: torch.dtype | None = None
@@ -77,7 +93,7 @@ def plan_skinny_linear(x: Tensor, weights: Sequence[Tensor], parts: int, out_dty
     if rows > MOST_ROWS and parts == 1 and out_dtype == x.dtype:
         return by_cublas
     if rows == parts == 1 and in_features <= ONE_ROW_FEATURES:
-        return SkinnyLinear(one_row_launch(x, outs), writes)
+        return SkinnyLinear(one_row_launch(x, outs, one_row_tile(in_features)), writes)
     return SkinnyLinear(few_rows_launch(x, outs, rows, parts), writes)
 
 
@@ -106,12 +122,12 @@ def few_rows_launch(x: Tensor, outs: Sequence[int], rows: int, parts: int) -> La
     )
 
 
-def one_row_launch(x: Tensor, outs: Sequence[int]) -> Launch:
-    """Return a launch for one row in one part."""
+def one_row_launch(x: Tensor, outs: Sequence[int], tile: tuple[int, int, int]) -> Launch:
+    """Return a launch for one row in one part; see `one_row_tile` for the tile."""
     from tatten.ops.cuda.combine import INTERPRETED
     from tatten.ops.cuda.kernels.skinny_linear import _one_row_linear_kernel
 
-    block_out, block_in, warps = one_row_tile(x.shape[-1])
+    block_out, block_in, warps = tile
     pdl = not INTERPRETED and has_early_launches(x.device)
     return Launch(
         _one_row_linear_kernel,
@@ -125,16 +141,8 @@ def one_row_launch(x: Tensor, outs: Sequence[int]) -> Launch:
 
 
 def one_row_tile(in_features: int) -> tuple[int, int, int]:
-    """Return the rows and the input features of a weight's tile, and the warps of its program.
-
-    The tiles were chosen on an H200, among 20, for 896 to 28672 features.
-    """
-    if in_features > 4096:
-        return 1, 2048, 4
-    if in_features > 1024:
-        return 2, 2048, 8
-    block_in = power_of_2(in_features)
-    return 2048 // block_in, block_in, 4
+    """Return the rows and the input features of a weight's tile, and the warps of its program."""
+    return next(tile for most_features, tile in ONE_ROW_TILES if in_features <= most_features)
 
 
 def feature_counts(x: Tensor, outs: Sequence[int]) -> dict[str, int]:

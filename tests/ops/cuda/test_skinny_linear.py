@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from tatten.ops.cuda.skinny_linear import by_cublas, plan_skinny_linear
+from tatten.ops.cuda.skinny_linear import ONE_ROW_TILES, by_cublas, one_row_tile, plan_skinny_linear
 from tatten.ops.skinny_linear import BLOCK_IN, MOST_ROWS, ONE_ROW_FEATURES, choose_parts, part_bounds
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
@@ -121,6 +121,25 @@ def test_by_the_kernel(case: Case, dtype: torch.dtype) -> None:
         x, weights = inputs(case, dtype=dtype, strided=strided)
         got = plan_skinny_linear(x, weights, case[3], torch.float32)(x, weights)
         check(got, x, weights, case[3], torch.float32)
+
+
+EDGES = [features + more for features, _ in ONE_ROW_TILES[:-1] for more in (-8, 0, 1)]
+
+
+@interpreted
+@pytest.mark.parametrize("features", EDGES)
+def test_every_tile_of_one_row(features: int) -> None:
+    case = ((1,), features, (3, 2), 1)
+    x, weights = inputs(case)
+    check(plan_skinny_linear(x, weights, 1, torch.float32)(x, weights), x, weights, 1, torch.float32)
+
+
+def test_tiles_of_one_row_fit_their_programs() -> None:
+    """A thread loads 16 bytes of a weight at a time."""
+    for features in (8, *EDGES, ONE_ROW_FEATURES):
+        rows, width, warps = one_row_tile(features)
+        assert rows * width >= 8 * 32 * warps
+    assert [most for most, _ in ONE_ROW_TILES] == sorted({most for most, _ in ONE_ROW_TILES})
 
 
 @interpreted
@@ -278,6 +297,8 @@ def test_compiles_for_hopper() -> None:
 def test_one_row_compiles_for_hopper() -> None:
     """Nothing spills, and each load of a weight has 16 bytes, which leave the L2 first."""
     cases = [(1, 4096, [4096, 1024, 1024], 1), (1, 14336, [4096], 1), (1, 28672, [8192], 1), (1, 1000, [8], 1)]
+    cases += [(1, features - more, [100], 1) for features, _ in ONE_ROW_TILES[:-1] for more in (0, 8)]
+    cases += [(1, ONE_ROW_FEATURES, [8], 1)]
     for built in compile_in_subprocess(SCRIPT, cases):
         assert built["stack"] == 0
         assert "mma" not in built["ptx"]
