@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
@@ -15,6 +16,8 @@ from transformers.generation import logits_process as lp
 from tatten.integrations.transformers.loop.processors import (
     FIRST_TOKEN_ONLY,
     History,
+    _below_kth,
+    largest_by_picks,
     occurred_tokens,
     rules,
     unsupported_processor,
@@ -92,6 +95,40 @@ def test_chains_of_processors_return_the_scores_of_transformers(seed: int) -> No
 def test_top_k_compiles_once_for_each_bucket() -> None:
     shapes = [rules([lp.TopKLogitsWarper(k)])[0].operands[1].shape for k in (1, 64, 65, 1000, 5000)]
     assert [x[0] for x in shapes] == [64, 64, 1024, 1024, 1 << 20]
+
+
+@pytest.mark.parametrize("nan", [False, True])
+@pytest.mark.parametrize("n", [1, 17, 60, VOCABULARY])
+def test_the_largest_scores_by_a_selection_without_a_sort(n: int, nan: bool) -> None:
+    """In descending order, as `topk` returns them; scores that are excluded tie at -inf."""
+    for seed in range(3):
+        scores = draw_scores(seed, 3, nan)
+        scores[1, : 20 * seed] = -math.inf
+        want = scores.topk(n).values
+        for select in (largest_by_picks, torch.compile(largest_by_picks, dynamic=False)):
+            torch.testing.assert_close(select(scores, n), want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("device, selects", [("cpu", False), ("cuda", True)])
+def test_a_gpu_selects_without_a_sort(device: str, selects: bool) -> None:
+    """Unless all scores are kept, which a sort orders."""
+    with FakeTensorMode():
+        for bucket, without_a_sort in ((64, False), (60, selects)):
+            operands = [torch.empty(n, device=device) for n in ((2, VOCABULARY), (), (bucket,))]
+            operands[1] = operands[1].long()
+            targets = {node.target for node in make_fx(_below_kth)(*operands).graph.nodes}
+            assert (torch.ops.tatten.top_picks.default in targets) == without_a_sort
+            assert (torch.ops.aten.topk.default in targets) != without_a_sort
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 64, 1024])
+def test_the_largest_scores_on_a_gpu(n: int) -> None:
+    """As Inductor compiles it, for scores of which many tie."""
+    scores = torch.randn(2, 32000, device="cuda").bfloat16().float()
+    scores[1, ::3] = -math.inf
+    compiled = torch.compile(largest_by_picks, dynamic=False, backend="tatten")
+    assert torch.equal(compiled(scores, n), scores.topk(n).values)
 
 
 @pytest.mark.parametrize("kind", ["top_p", "typical"])
