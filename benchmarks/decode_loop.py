@@ -12,12 +12,12 @@ turns. Weights are random, but the text repeats itself. `replay` is the time of 
 without a loop. `loop_lookup` checks seven drafts of prompt lookup in each step, and `loop_assisted` seven of a draft
 model, which has a sixteenth of the layers and the same shapes: `drafts` has the tokens and the milliseconds of their
 steps. `first_call_s` is the first call with nothing on disk that was compiled before, and `compile_s` its part in which
-code was generated and compiled; kernels are tuned in the rest of it. `loop_*` after `loop` find its kernels on disk. A
+code was generated and compiled; tuning is in the rest of it. `loop_*` after `loop` find its kernels on disk. A
 candidate whose first call takes longer than `--first-call-limit` is left out. `gpt_fast` is the loop of gpt-fast, which
 is left out without the folder `--gpt-fast`; it samples, in CUDA graphs of Inductor, and has the same weights. The floor
 is each weight and each used key and value once, at the rate of a plain read. `loop_cublas` is `loop` without
-`tatten::skinny_linear`, which computes linear layers of few rows. `loop_combined` is `loop` with Inductor's option
-`combo_kernels`.
+`tatten::skinny_linear`, which computes linear layers of few rows. `loop_tuned` is `loop` with Inductor's option
+`coordinate_descent_tuning`, and `loop_uncombined` without `combo_kernels`.
 
 `--section start` measures the seconds until a new process has the first two tokens of one sequence, prefill and
 compiling included: of a first process, and of a second one that finds on disk what the first has compiled.
@@ -62,7 +62,8 @@ CANDIDATES = (
     "loop_untuned",
     "loop_autotuned",
     "loop_cublas",
-    "loop_combined",
+    "loop_tuned",
+    "loop_uncombined",
     "loop_inductor",
     "gpt_fast",
 )
@@ -100,12 +101,14 @@ def candidate(
     else:
         loop = shared if name in ("loop", "loop_sampled", "loop_streamed", *DRAFTING) else DecodeLoop()
         fixed |= {"custom_generate": loop, "cache_implementation": "static", "max_cache_len": capacity}
+        tuned = decode_options(device, tunes=True, combines=False)
         compiling: dict[str, tuple[str, dict[str, Any]]] = {
             "loop_untuned": ("tatten", {"decode": False}),
             "loop_autotuned": ("tatten", {"max_autotune": True}),
-            "loop_combined": ("tatten", {"combo_kernels": True}),
-            "loop_cublas": ("tatten", {"decode": False, **decode_options(device)}),
-            "loop_inductor": ("inductor", decode_options(device)),
+            "loop_tuned": ("tatten", {"coordinate_descent_tuning": True}),
+            "loop_uncombined": ("tatten", {"combo_kernels": False}),
+            "loop_cublas": ("tatten", {"decode": False, **tuned}),
+            "loop_inductor": ("inductor", tuned),
         }
         if name in compiling:
             backend, options = compiling[name]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import builtins
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -55,10 +55,16 @@ def op_name(node: Node) -> str:
     return _name_of(target, type(value_of(node)))  # type: ignore[arg-type]
 
 
+def nodes_of(gm: GraphModule) -> Iterator[Node]:
+    """Yield the nodes of a graph and of the bodies of higher-order operators in it."""
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            yield from module.graph.nodes
+
+
 def calls_ops(gm: GraphModule) -> bool:
     """Return True if a graph, or the body of a higher-order operator in it, calls an op of tatten."""
-    graphs = (module.graph for module in gm.modules() if isinstance(module, GraphModule))
-    return any(str(node.target).startswith("tatten.") for graph in graphs for node in graph.nodes)
+    return any(str(node.target).startswith("tatten.") for node in nodes_of(gm))
 
 
 def overloads(node: Node) -> tuple[OpOverload, ...]:

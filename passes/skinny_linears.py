@@ -5,7 +5,7 @@ a dynamic number of rows, the op calls cuBLAS for more than 64.
 
 For one row, Inductor calls cuBLAS, too, or with `coordinate_descent_tuning` writes kernels that also compute the ops
 around a layer without bias. The op saves launches for layers of one input, and needs more for the ops around them. A
-step of Llama-3.1-8B takes less time, and needs less tuning (`benchmarks/decode_loop.py`).
+step of Llama-3.1-8B takes less time, and needs no tuning (`benchmarks/decode_loop.py`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ from tatten.passes.symbolic import (
 
 OP = torch.ops.tatten.skinny_linear.default
 ARGUMENTS = "input", "weight", "bias"  # of `linear`
-# The fewest bytes of a group's weights that were measured: 0.59 to 0.72 of the time of cuBLAS. Groups of up to 1.05 GB
-# took 0.41 to 0.97 (bfloat16, biases in one of 6 models, 2, 8 and 64 rows, H100, `benchmarks/skinny_linear.py`). With
-# one row, they took 0.21 to 0.93, and 0.58 to 1.07 of the time of Inductor's tuned kernels (3 models, H200).
+# The fewest bytes of a group's weights that were measured with several rows: 0.59 to 0.72 of the time of cuBLAS. Groups
+# of up to 1.05 GB took 0.41 to 0.97 (bfloat16, biases in one of 6 models, 2, 8 and 64 rows, H100,
+# `benchmarks/skinny_linear.py`). With one row, they took 0.22 to 0.91, and 0.61 to 1.04 of the time of Inductor's tuned
+# kernels (4 models, H200).
 LEAST_BYTES = 1 << 22
+LEAST_BYTES_OF_ONE_ROW = 3 << 19  # the output of attention in Qwen2.5-0.5B has 1.6 MB
 ALIGNED = 8  # features: rows of a weight then begin at multiples of 16 bytes, so that the kernel can load them ahead
 
 
@@ -88,9 +90,11 @@ class LinearGroup:
         Sums in float32 are left to cuBLAS if the number of rows is dynamic: those of many rows are larger than the
         results.
         """
+        rows = constant(math.prod(known_tensor(self.layers[0].x).shape[:-1]))
         n_bytes = sum(bytes_of(known_tensor(layer.weight)) or 0 for layer in self.layers)
-        known_rows = constant(math.prod(known_tensor(self.layers[0].x).shape[:-1])) is not None
-        return n_bytes >= LEAST_BYTES and (known_rows or not self.writes_sums())
+        if n_bytes < (LEAST_BYTES_OF_ONE_ROW if rows == 1 else LEAST_BYTES):
+            return False
+        return rows is not None or not self.writes_sums()
 
 
 def find_skinny_linears(graph: Graph, movers: Sequence[Node]) -> list[LinearGroup]:

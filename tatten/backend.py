@@ -14,6 +14,8 @@ from tatten.ops.inductor.options import option
 from tatten.options import decode_options, split_options
 from tatten.passes import rewrite
 from tatten.passes.calls import calls_ops
+from tatten.passes.large_results import has_large_results
+from tatten.passes.one_row_products import has_one_row_products
 from tatten.report import publish
 from tatten.saved import save_with_ops
 
@@ -46,7 +48,11 @@ def tatten(
     needs_ops = calls_ops(gm)  # before compilation, which may change the graph
     if tatten_options.decode and needs_ops:
         device = next((x.device for x in example_inputs if isinstance(x, Tensor) and x.is_cuda), torch.device("cpu"))
-        compiler = inner_compiler("inductor", mode, {**decode_options(device), **inner_options})
+        tuning = {"coordinate_descent_tuning": has_one_row_products(gm), **inner_options}
+        tunes = option("coordinate_descent_tuning", tuning)
+        # Combined kernels were measured without tuning, which may choose blocks that `has_large_results` rules out.
+        step_options = decode_options(device, tunes=tunes, combines=not (tunes or has_large_results(gm)))
+        compiler = inner_compiler("inductor", mode, {**step_options, **inner_options})
     compiled = compiler(gm, example_inputs)  # raises if Dynamo has to trace again
     if needs_ops:
         save_with_ops(compiled)

@@ -2,7 +2,7 @@
 
 The lowerings rest on private interfaces of Inductor, any of which may move in the next release. An error before code
 generation leaves one call opaque (`tatten.ops.inductor.lowering`). A later error ends the compilation, and Inductor
-compiles the graph once more with all calls opaque.
+compiles the graph once more, with all calls opaque and without the options in `PLAIN`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from tatten.passes.calls import calls_ops
 from tatten.report import count
 
 Compiled = Callable[..., Any]
+# PyTorch calls combined kernels experimental. Early launches need `tatten.ops.inductor.waits`.
+PLAIN = {"combo_kernels": False, "triton.enable_pdl": False}
 
 
 def lower_ops(inputs: Iterable[object]) -> bool:
@@ -64,11 +66,21 @@ def compile_lowered(wrapper: Any, gm: GraphModule, inputs: list[Tensor]) -> Comp
     restore()
     token = opaque.set(True)
     try:
-        compiled: Compiled = wrapper(gm, inputs)  # raises if the error is the graph's own
+        compiled = compile_plainly(wrapper, gm, inputs)  # raises if the error is the graph's own
     finally:
         opaque.reset(token)
     failed(first)
     return compiled
+
+
+def compile_plainly(wrapper: Any, gm: GraphModule, inputs: list[Tensor]) -> Compiled:
+    """Compile a graph by Inductor without the lowerings, and with the options in `PLAIN`; see `compile_lowered`."""
+    options = wrapper.config
+    try:
+        wrapper.config = {**options, **PLAIN}
+        return wrapper(gm, inputs)  # type: ignore[no-any-return]
+    finally:
+        wrapper.config = options
 
 
 def _is_restart(error: BaseException) -> bool:

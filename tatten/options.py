@@ -10,6 +10,8 @@ import torch
 
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN
 
+COMBINED = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
+
 
 @dataclass(frozen=True)
 class Options:
@@ -47,18 +49,28 @@ class Options:
             raise ValueError(f"option `decode` needs `inner` to be 'inductor', got {self.inner!r}")
 
 
-def decode_options(device: torch.device) -> dict[str, Any]:
+def decode_options(device: torch.device, *, tunes: bool, combines: bool) -> dict[str, Any]:
     """Return the options of Inductor for decode steps on a device; none for a CPU.
 
-    `coordinate_descent_tuning` tunes kernels at their first launch. It also turns cuBLAS calls for one row into kernels
-    of Inductor, where `tatten::skinny_linear` doesn't take them.
-    `triton.enable_pdl` lets a kernel begin before the one before ends, from compute capability 9.0 on.
+    From compute capability 9.0 on, `triton.enable_pdl` lets a kernel begin before the one before ends.
+
+    Args:
+        device: the device of the graph.
+        tunes: whether `coordinate_descent_tuning` tunes kernels at their first launch. This also turns cuBLAS calls for
+            one row into kernels of Inductor. It made other kernels no faster (`benchmarks/decode_loop.py`).
+        combines: whether one launch computes several pointwise kernels, such as a query's rotary embedding and the
+            writes of key and value to the cache; from compute capability 9.0 on, where it was measured.
     """
     if device.type != "cuda":
         return {}
     from tatten.ops.cuda.gpu import has_early_launches
+    from tatten.ops.inductor.options import has_options
 
-    return {"coordinate_descent_tuning": True, **({"triton.enable_pdl": True} if has_early_launches(device) else {})}
+    options = {"coordinate_descent_tuning": True} if tunes else {}
+    if has_early_launches(device):
+        options |= {"triton.enable_pdl": True}
+        options |= COMBINED if combines and has_options(COMBINED) else {}
+    return options
 
 
 def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:

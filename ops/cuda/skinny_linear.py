@@ -22,8 +22,9 @@ from tatten.ops.skinny_linear import (
     check_skinny_linear,
 )
 
+Tile = tuple[int, int, int]  # the rows and the input features of a weight, and the warps of the program
 # The tiles of layers of one row with up to so many input features, by `benchmarks/one_row_tiles.py` on an H200.
-ONE_ROW_TILES = (
+ONE_ROW_TILES: tuple[tuple[int, Tile], ...] = (
     (1024, (2, 512, 4)),
     (1536, (4, 2048, 8)),
     (2048, (2, 2048, 8)),
@@ -122,8 +123,8 @@ def few_rows_launch(x: Tensor, outs: Sequence[int], rows: int, parts: int) -> La
     )
 
 
-def one_row_launch(x: Tensor, outs: Sequence[int], tile: tuple[int, int, int]) -> Launch:
-    """Return a launch for one row in one part; see `one_row_tile` for the tile."""
+def one_row_launch(x: Tensor, outs: Sequence[int], tile: Tile) -> Launch:
+    """Return a launch for one row in one part."""
     from tatten.ops.cuda.combine import INTERPRETED
     from tatten.ops.cuda.kernels.skinny_linear import _one_row_linear_kernel
 
@@ -140,8 +141,7 @@ def one_row_launch(x: Tensor, outs: Sequence[int], tile: tuple[int, int, int]) -
     )
 
 
-def one_row_tile(in_features: int) -> tuple[int, int, int]:
-    """Return the rows and the input features of a weight's tile, and the warps of its program."""
+def one_row_tile(in_features: int) -> Tile:
     return next(tile for most_features, tile in ONE_ROW_TILES if in_features <= most_features)
 
 

@@ -12,6 +12,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from tatten.ops.inductor.options import option
+from tatten.ops.inductor.waits import with_waits
 
 OPTION = "post_grad_custom_post_pass"
 # From PyTorch 2.13 on, a pass may learn whether the graph is for inference, and there may be several passes.
@@ -48,6 +49,7 @@ def in_force() -> bool:
 
 
 def with_lowerings(options: dict[str, Any]) -> dict[str, Any]:
-    """Return Inductor's options with the lowerings enabled; passes of the user are kept."""
+    """Return Inductor's options with the lowerings enabled, and with waits; passes of the user are kept."""
     before = option(OPTION, options)
-    return {**options, OPTION: before if isinstance(before, LaunchesKernels) else LaunchesKernels(before)}
+    lowering = before if isinstance(before, LaunchesKernels) else LaunchesKernels(before)
+    return {**with_waits(options), OPTION: lowering}

@@ -30,11 +30,13 @@ bf16 = torch.bfloat16
 B, HEADS, DIM, SLOTS, WIDTH, INNER = 3, 2, 16, 64, 32, 48
 OP = torch.ops.tatten.skinny_linear.default
 LEAST_BYTES, PAYS_ON = skinny_linears.LEAST_BYTES, skinny_linears.pays_on
+LEAST_BYTES_OF_ONE_ROW = skinny_linears.LEAST_BYTES_OF_ONE_ROW
 
 
 @pytest.fixture(autouse=True)
 def _as_on_hopper_with_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skinny_linears, "LEAST_BYTES", 1)
+    for name in ("LEAST_BYTES", "LEAST_BYTES_OF_ONE_ROW"):
+        monkeypatch.setattr(skinny_linears, name, 1)
     monkeypatch.setattr(skinny_linears, "pays_on", lambda device: True)
 
 
@@ -323,6 +325,14 @@ def test_the_least_size_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skinny_linears, "LEAST_BYTES", LEAST_BYTES)
     for features, groups in ((2048, 1), (2040, 0)):
         named = {"x": torch.zeros(2, features, dtype=bf16), "a": torch.zeros(1024, features, dtype=bf16)}
+        assert len(search(F.linear, named)[1]) == groups
+
+
+def test_the_least_size_of_one_row_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output of attention in Qwen2.5-0.5B."""
+    monkeypatch.setattr(skinny_linears, "LEAST_BYTES_OF_ONE_ROW", LEAST_BYTES_OF_ONE_ROW)
+    for features, groups in ((896, 1), (872, 0)):
+        named = {"x": torch.zeros(1, features, dtype=bf16), "a": torch.zeros(896, features, dtype=bf16)}
         assert len(search(F.linear, named)[1]) == groups
 
 

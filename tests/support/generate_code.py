@@ -199,6 +199,22 @@ def selection(scores):
     return ops.top_picks.default(scores * 2, 2048)
 
 
+def stored_and_read(new, cache, at):
+    # Inductor writes the copy in place.
+    cache = torch.ops.aten.index_copy.default(cache * 2, 2, at, new)
+    return cache, cache.float() * 3
+
+
+def rotary(q, k, v, cos, sin, key, value, at):
+    def rotated(x):
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    key = torch.ops.aten.index_copy.default(key * 2, 2, at, rotated(k))
+    value = torch.ops.aten.index_copy.default(value * 2, 2, at, v)
+    return ops.decode_attention.default(rotated(q), key, value)[0], key, value
+
+
 def linears(x, *weights):
     a, b, c = ops.skinny_linear.default(x * 2, weights)
     (d,) = ops.skinny_linear.default(a.squeeze(0), weights[:1], 2, torch.float32)
@@ -403,6 +419,17 @@ cases = {
     ),
     "large": (plain, [((64, 32, 1, 128), bf16), *[((64, 8, 2048, 128), bf16)] * 2]),
     "selection": (selection, [((2, 1, 131072), torch.float32)]),
+    "stored and read": (stored_and_read, [((1, 8, 1, 64), bf16), ((1, 8, 96, 64), bf16), ((1,), torch.int64)]),
+    "rotary": (
+        rotary,
+        [
+            ((1, 32, 1, 128), bf16),
+            *[((1, 8, 1, 128), bf16)] * 2,
+            *[((1, 1, 1, 128), bf16)] * 2,
+            *[((1, 8, 1024, 128), bf16)] * 2,
+            ((1,), torch.int64),
+        ],
+    ),
 }
 said = []
 

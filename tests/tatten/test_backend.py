@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,11 @@ from torch._dynamo.utils import counters
 
 import tatten
 from tatten import backend
+from tatten.ops import moved
+from tatten.ops.cuda import gpu
+from tatten.ops.inductor import options as inductor_options
 from tatten.options import decode_options
+from tatten.passes import large_results
 from tatten.passes.reasons import Reason
 
 pytestmark = pytest.mark.drawn(5)
@@ -305,10 +310,31 @@ def test_option_decode_sets_inductors_options_for_graphs_with_attention(monkeypa
 
     monkeypatch.setattr(backend, "inner_compiler", spy)
     monkeypatch.setattr(
-        backend, "decode_options", lambda device: {"coordinate_descent_tuning": True, "max_autotune": False}
+        backend,
+        "decode_options",
+        lambda device, tunes, combines: {
+            "coordinate_descent_tuning": tunes,
+            "combo_kernels": combines,
+            "max_autotune": False,
+        },
     )
     torch.compile(step, backend="tatten", options={"decode": True, "max_autotune": True})(*inputs())
-    assert used[-1] == {"coordinate_descent_tuning": True, "max_autotune": True}
+    assert used[-1] == {"coordinate_descent_tuning": False, "combo_kernels": True, "max_autotune": True}
+    with monkeypatch.context() as patch:
+        patch.setattr(large_results, "MOST_ELEMENTS", 1)
+        torch._dynamo.reset()
+        torch.compile(step, backend="tatten", options={"decode": True})(*inputs())
+    assert used[-1] == {"coordinate_descent_tuning": False, "combo_kernels": False, "max_autotune": False}
+    weight = torch.randn(8, 8)
+    torch.compile(lambda *args: F.linear(step(*args)[:1, :1], weight), backend="tatten", options={"decode": True})(
+        *inputs()
+    )
+    # A product of one row is left.
+    assert used[-1] == {"coordinate_descent_tuning": True, "combo_kernels": False, "max_autotune": False}
+    for name, tunes in (("coordinate_descent_tuning", True), ("coordinate-descent-tuning", False)):
+        torch._dynamo.reset()
+        torch.compile(step, backend="tatten", options={"decode": True, name: tunes})(*inputs())
+        assert used[-1]["combo_kernels"] != tunes  # kernels that the user tunes are not combined
     torch.compile(lambda x: x + 1, backend="tatten", options={"decode": True})(torch.ones(3))
     assert used[-1] == {}
 
@@ -330,11 +356,25 @@ def test_option_decode_refuses(options: dict[str, object], text: str) -> None:
         torch.compile(step, backend="tatten", options=options)(*inputs())
 
 
-@pytest.mark.parametrize(
-    "kind, expected", [("cpu", {}), ("cuda", {"coordinate_descent_tuning": True, "triton.enable_pdl": True})]
-)
-def test_options_of_a_decode_step(kind: str, expected: dict[str, object]) -> None:
-    """A machine without a GPU stands for one of compute capability 9.0."""
-    if kind == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
-        expected = {"coordinate_descent_tuning": True}
-    assert decode_options(torch.device(kind)) == expected
+@pytest.mark.parametrize("tunes", [False, True])
+@pytest.mark.parametrize("combines", [False, True])
+def test_options_of_a_decode_step(tunes: bool, combines: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor knows all of them."""
+    choices = {"tunes": tunes, "combines": combines}
+    assert decode_options(torch.device("cpu"), **choices) == {}
+    tuned = {"coordinate_descent_tuning": True} if tunes else {}
+    combined = {"combo_kernels": True, "combo_kernels_pointwise_only": True} if combines else {}
+    for early, expected in ((False, tuned), (True, tuned | {"triton.enable_pdl": True} | combined)):
+        monkeypatch.setattr(gpu, "has_early_launches", lambda device, early=early: early)
+        options = decode_options(torch.device("cuda"), **choices)
+        assert options == expected
+        assert {*options} <= {*torch._inductor.list_options()}
+
+
+def test_an_option_that_inductor_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `combo_kernels_pointwise_only`, reductions would be combined, too."""
+    monkeypatch.setattr(inductor_options, "config", SimpleNamespace(combo_kernels=False))
+    monkeypatch.setattr(moved, "_notes", {})
+    monkeypatch.setattr(gpu, "has_early_launches", lambda device: True)
+    assert decode_options(torch.device("cuda"), tunes=False, combines=True) == {"triton.enable_pdl": True}
+    assert "torch._inductor.config.combo_kernels_pointwise_only is not as" in moved.moved_notes()[0]

@@ -17,11 +17,13 @@ class FailsOnce:
     """Compiles a graph by Inductor; the first time it spoils the graph and raises, as an error in code generation."""
 
     def __init__(self) -> None:
-        self.config: dict[str, Any] = {}
+        self.config: dict[str, Any] = {"combo_kernels": True, "triton.enable_pdl": True}
         self.times = 0
+        self.configs: list[dict[str, Any]] = []
 
     def __call__(self, gm: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         self.times += 1
+        self.configs.append(self.config)
         if self.times == 1:
             gm.graph.output_node().args = ((),)
             raise RuntimeError("code generation failed")
@@ -41,3 +43,6 @@ def test_a_graph_is_compiled_again_after_an_error() -> None:
         got = torch.compile(attend, backend=lambda gm, inputs: compile_lowered(wrapper, gm, inputs), fullgraph=True)(x)
         torch.testing.assert_close(got, attend(x))
     assert wrapper.times == 2
+    assert wrapper.configs[0]["combo_kernels"]
+    assert wrapper.configs[1] == {"combo_kernels": False, "triton.enable_pdl": False}  # the error may be theirs
+    assert wrapper.config == {"combo_kernels": True, "triton.enable_pdl": True}

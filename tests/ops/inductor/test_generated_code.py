@@ -18,6 +18,7 @@ from tatten.ops.cuda.bound_kernel import BoundLaunch
 from tatten.ops.cuda.prepared import Bytes, PreparedCall, PreparedLaunch, TmaTiles
 from tatten.ops.cuda.recording import NotRecordableError
 from tatten.ops.inductor.ir import TAKES_OPTIONS, check_options
+from tatten.options import COMBINED
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the made-up GPU is for machines without one")
 
@@ -51,6 +52,7 @@ IN_GLUON = (
 )
 NATIVE = torch.__version__ >= "2.12"  # PyTorch 2.11 runs the Python code first, for which there is no GPU
 NATIVE_PDL = torch.__version__ >= "2.15"  # before, PyTorch's C++ launches without programmatic dependent launch
+EARLY = {"triton.enable_pdl": True}
 LOWERED = (
     "two layers",
     "invariant",
@@ -80,6 +82,10 @@ RUNS: list[tuple[str, bool, dict[str, bool]]] = [
     *([(case, True, {"cpp_wrapper": True}) for case in ("128 heads", "large")] if NATIVE else []),
     *((case, True, {}) for case in (*IN_GLUON, "large")),
     *((case, lowered, {}) for case, lowered, _ in STAY_OPAQUE),
+    ("stored and read", True, EARLY),
+    ("stored and read", False, EARLY),
+    ("rotary", True, EARLY),
+    ("rotary", True, EARLY | COMBINED),
     *(
         (case, True, {"package": True})
         for case in ("prefix", "128 heads", "unrounded", "project", "index scores", "mixed on Hopper")
@@ -242,6 +248,37 @@ def test_other_ops(case: str, kernels: set[str]) -> None:
     code, said = generate(case)
     assert not said
     assert set(re.findall(r"^ +(\w+)_kernel_\d+\.run\(", code, re.M)) == kernels
+
+
+def accesses_before_a_wait(code: str) -> list[str]:
+    """The loads and stores of Inductor's kernels, and of the parts of a combined one, that come before a wait."""
+    early = []
+    for kernel in re.findall(r"^def triton_.*?^'''", code, re.M | re.S):
+        waited = True
+        for line in kernel.splitlines():
+            if re.match(r"def triton_| *(el)?if pid", line):
+                waited = False
+            waited |= "gdc_wait()" in line
+            early += [line.strip()] if re.search(r"tl\.(load|store|atomic)", line) and not waited else []
+    return early
+
+
+def test_kernels_wait_before_they_read_what_was_written_in_place() -> None:
+    """Inductor alone lets a kernel read a cache before the kernel that writes to it has ended."""
+    assert accesses_before_a_wait(generate("stored and read", False, **EARLY)[0])
+    assert not accesses_before_a_wait(generate("stored and read", True, **EARLY)[0])
+
+
+def test_kernels_of_a_rotary_embedding_are_combined() -> None:
+    """Those of query, key and value; each part waits."""
+    launches = []
+    for options in (EARLY, EARLY | COMBINED):
+        code, said = generate("rotary", True, **options)
+        assert not said
+        assert not accesses_before_a_wait(code)
+        launches.append(len(re.findall(r"^ +triton_\w+\.run\(", code, re.M)))
+        assert len(re.findall(r"^ +(?:decode|combine)_kernel_\d\.run\(", code, re.M)) == 2
+    assert launches == [5, 2]
 
 
 def test_pages_are_read_where_the_pool_has_them() -> None:

@@ -79,7 +79,8 @@ def test_tokens_under_tatten(name: str) -> None:
 def test_linear_layers_of_decode_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the option `decode`, those of one input share a launch on a GPU of Hopper, for any number of requests."""
     monkeypatch.setattr(skinny_linears, "pays_on", lambda device: True)
-    monkeypatch.setattr(skinny_linears, "LEAST_BYTES", 1)
+    for size in ("LEAST_BYTES", "LEAST_BYTES_OF_ONE_ROW"):
+        monkeypatch.setattr(skinny_linears, size, 1)
     monkeypatch.setattr(skinny_linears, "choose_parts", lambda *_: 1)  # as for layers of larger models
     rewriting = importlib.import_module("tatten.passes.rewrite")  # the package has a function of this name
     launches: dict[str, list[int]] = {"one": [], "any": []}  # numbers of layers, by the number of requests

@@ -166,16 +166,17 @@ def test_forks_beside_a_chunk(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> 
     assert calls["shared"] > 0
 
 
-@pytest.mark.parametrize("backend", ["inductor", "tatten"])
+@pytest.mark.parametrize("backend, options", [("inductor", None), ("tatten", None), ("tatten", {"decode": True})])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_compiled_decode_steps_in_graphs(name: str, backend: str) -> None:
+def test_compiled_decode_steps_in_graphs(name: str, backend: str, options: dict[str, bool] | None) -> None:
     """Each step is one graph of Dynamo, captured with the attention of all layers. Forks share pages."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, ids = on_gpu(name, torch.bfloat16), prompts(LENGTHS, common=60)
-    compiling = CompileConfig(backend=backend, mode="default", fullgraph=True, dynamic=True)
-    options = config(page_size=16, num_blocks=600, max_batch_tokens=512, decode_compile_config=compiling)
-    for i, answer in enumerate(generate(model, ids, options, n=3)):
+    mode = None if options else "default"
+    compiling = CompileConfig(backend=backend, mode=mode, options=options, fullgraph=True, dynamic=True)
+    batching = config(page_size=16, num_blocks=600, max_batch_tokens=512, decode_compile_config=compiling)
+    for i, answer in enumerate(generate(model, ids, batching, n=3)):
         check_greedy(model, ids[i // 3], answer)
     # One graph serves a step of one request, and one any other number. Gemma 3 has two groups of layers. Its block
     # table is contiguous for a full batch, which takes a third graph.

@@ -151,7 +151,7 @@ def test_sampling_many_rows_from_a_large_vocabulary_compiles_under_inductor() ->
     assert runner(loop, model).not_captured is None
 
 
-@pytest.mark.parametrize("options", [None, {"decode": False}], ids=["tuned", "untuned"])
+@pytest.mark.parametrize("options", [None, {"decode": False}], ids=["decode", "without"])
 def test_with_inductor(options: dict[str, Any] | None) -> None:
     """In float32, where sums in another order choose no other token of these."""
     model, loop, ids = build(), DecodeLoop(), prompts(1)[0]
@@ -160,6 +160,20 @@ def test_with_inductor(options: dict[str, Any] | None) -> None:
     expected = model.generate(ids, **arguments)
     assert torch.equal(model.generate(ids, **arguments, custom_generate=loop, **config), expected)
     assert runner(loop, model)._graph is not None
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "glm4", "phi3", "olmo2"])
+def test_models_with_combined_kernels(name: str, batch: int) -> None:
+    """Norms of heads, two kinds of masks, partial and interleaved rotary embeddings: in float32, as above."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, **SMALL, head_dim=16)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().cuda()
+    loop, (ids, mask) = DecodeLoop(), prompts(batch)
+    arguments = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, **arguments, disable_compile=True)
+    assert torch.equal(model.generate(ids, **arguments, custom_generate=loop), expected)
+    assert loop.reason is None
 
 
 def test_a_draft_model_in_a_captured_step() -> None:

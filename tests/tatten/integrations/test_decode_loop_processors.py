@@ -22,6 +22,7 @@ from tatten.integrations.transformers.loop.processors import (
     rules,
     unsupported_processor,
 )
+from tatten.passes.top_k import LEAST_SCORES, MOST_SCORES
 
 VOCABULARY, PROMPT = 61, 9
 KINDS = {
@@ -98,7 +99,7 @@ def test_top_k_compiles_once_for_each_bucket() -> None:
 
 
 @pytest.mark.parametrize("nan", [False, True])
-@pytest.mark.parametrize("n", [1, 17, 60, VOCABULARY])
+@pytest.mark.parametrize("n", [1, 17, 60])
 def test_the_largest_scores_by_a_selection_without_a_sort(n: int, nan: bool) -> None:
     """In descending order, as `topk` returns them; scores that are excluded tie at -inf."""
     for seed in range(3):
@@ -109,14 +110,23 @@ def test_the_largest_scores_by_a_selection_without_a_sort(n: int, nan: bool) -> 
             torch.testing.assert_close(select(scores, n), want, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("device, selects", [("cpu", False), ("cuda", True)])
-def test_a_gpu_selects_without_a_sort(device: str, selects: bool) -> None:
+@pytest.mark.parametrize(
+    "device, batch, vocabulary, selects",
+    [
+        ("cuda", 1, LEAST_SCORES, True),
+        ("cuda", 1, LEAST_SCORES - 1, False),
+        ("cuda", 2, MOST_SCORES // 2, True),
+        ("cuda", 2, MOST_SCORES // 2 + 1, False),
+        ("cpu", 1, LEAST_SCORES, False),
+    ],
+)
+def test_a_gpu_selects_without_a_sort(device: str, batch: int, vocabulary: int, selects: bool) -> None:
     """Unless all scores are kept, which a sort orders."""
     with FakeTensorMode():
-        for bucket, without_a_sort in ((64, False), (60, selects)):
-            operands = [torch.empty(n, device=device) for n in ((2, VOCABULARY), (), (bucket,))]
-            operands[1] = operands[1].long()
-            targets = {node.target for node in make_fx(_below_kth)(*operands).graph.nodes}
+        for bucket, without_a_sort in ((vocabulary, False), (64, selects)):
+            scores, buckets = (torch.empty(shape, device=device) for shape in ((batch, vocabulary), (bucket,)))
+            k = torch.empty((), device=device, dtype=torch.int64)
+            targets = {node.target for node in make_fx(_below_kth)(scores, k, buckets).graph.nodes}
             assert (torch.ops.tatten.top_picks.default in targets) == without_a_sort
             assert (torch.ops.aten.topk.default in targets) != without_a_sort
 

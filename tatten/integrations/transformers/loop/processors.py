@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as lp
 
+from tatten.passes.top_k import LEAST_SCORES, MOST_SCORES
+
 # On a GPU Inductor computes a cumsum by a scan with decoupled look-back. The order of its sums depends on timing, and
 # PyTorch 2.11 fails to generate it for more than one row. An opaque op calls the kernel of eager mode instead.
 _library = torch.library.Library("tatten", "FRAGMENT")
@@ -135,10 +137,10 @@ def _below_kth(scores: Tensor, k: Tensor, bucket: Tensor) -> Tensor:
 
 
 def _largest(scores: Tensor, n: int) -> Tensor:
-    """Return `scores.topk(n).values`. On a GPU, `topk` takes about 25 launches, and `top_picks` five."""
-    if scores.device.type != "cuda" or n == scores.shape[-1]:
-        return scores.topk(n).values
-    return largest_by_picks(scores, n)
+    """Return `scores.topk(n).values`, on a GPU by `top_picks` for as many scores as it was measured for."""
+    length = scores.shape[-1]
+    picks = scores.device.type == "cuda" and n < length and length >= LEAST_SCORES and scores.numel() <= MOST_SCORES
+    return largest_by_picks(scores, n) if picks else scores.topk(n).values
 
 
 def largest_by_picks(scores: Tensor, n: int) -> Tensor:
