@@ -27,25 +27,23 @@ from support.decode_cases import L2
 from support.timing import as_graph, in_turns, microseconds, read_rate
 from torch import Tensor
 
-from tatten.ops.cuda.skinny_linear import one_row_launch, one_row_tile
+from tatten.ops.cuda.skinny_linear import Tile, one_row_launch, one_row_tile
 from tatten.ops.sizes import power_of_2
 
 FEATURES = 896, 1024, 1536, 2048, 2560, 2880, 3072, 3584, 4096, 4864, 5120, 6144, 8192, 9728, 12288, 14336, 18944, 28672
 WIDE = 5120  # input features: layers with more of them are like down
 ELEMENTS = range(8, 65)  # of a weight, for a thread
 SHOWN = 6
-Tile = tuple[int, int, int]  # rows, features, warps
 
 
 def tiles(features: int) -> list[Tile]:
-    """Return the tiles that are measured, and the one that is chosen."""
+    """Return the tiles that are measured, the chosen one among them."""
     product = itertools.product((1, 2, 4), (512, 1024, 2048, 4096, 8192), (2, 4, 8))
-    fitting = [x for x in product if x[1] <= power_of_2(features) and x[0] * x[1] // (32 * x[2]) in ELEMENTS]
-    return list(dict.fromkeys([one_row_tile(features), *fitting]))
+    return [x for x in product if x[1] <= power_of_2(features) and x[0] * x[1] // (32 * x[2]) in ELEMENTS]
 
 
 def heights(features: int) -> tuple[int, ...]:
-    """Return the rows of the weights that are measured."""
+    """Return the rows of the weights that are measured: multiples of 8."""
     return (features // 24 * 8,) if features > WIDE else (features, 6 * features)
 
 
@@ -78,7 +76,7 @@ def measure(features: int, height: int, rounds: int) -> dict[str, Any]:
 
         graphs[str(tile)] = as_graph(step)
     us = in_turns(graphs, rounds, lambda _, replay: microseconds(replay, "cuda", len(weights), 4))
-    return {"features": features, "rows": height, "bytes": n_bytes, "chosen": str(one_row_tile(features)), "us": us}
+    return {"features": features, "rows": height, "bytes": n_bytes, "us": us}
 
 
 def main() -> None:
@@ -98,11 +96,11 @@ def main() -> None:
         row = measure(*shape, args.rounds)
         row["floor_us"] = row["bytes"] / rate * 1e6
         rows.append(row)
-        us = row["us"]
+        us, chosen = row["us"], str(one_row_tile(shape[0]))
         best = sorted(us, key=us.__getitem__)
         print(
-            f"{shape[1]:6} x {shape[0]:5}  floor {row['floor_us']:.2f}  chosen {row['chosen']} "
-            f"{us[row['chosen']]:.2f} us, {us[row['chosen']] / us[best[0]]:.3f} of the best  "
+            f"{shape[1]:6} x {shape[0]:5}  floor {row['floor_us']:.2f}  chosen {chosen} {us[chosen]:.2f} us, "
+            f"{us[chosen] / us[best[0]]:.3f} of the best  "
             + "  ".join(f"{tile} {us[tile]:.2f}" for tile in best[:SHOWN]),
             flush=True,
         )

@@ -105,16 +105,17 @@ STEPS = {
         ),
         Step(
             "decode_loop_h200",
-            "decode_loop.py --device cuda --batch 1 --only loop loop_combined loop_sampled loop_lookup "
-            "--first-call-limit 150",
-            6,
+            "decode_loop.py --device cuda --batch 1 --only loop loop_sampled loop_lookup --first-call-limit 150",
+            5,
             "decode_loop.py --batch 1 --only loop --rounds 1",
         ),
         Step(
             "one_row_linear_h200",
-            "skinny_linear.py --device cuda --rows 1 --model Llama-3.1-8B Llama-3.2-1B Qwen3-0.6B --rounds 3",
+            "skinny_linear.py --device cuda --rows 1 --model Llama-3.1-8B Llama-3.2-1B Qwen3-0.6B Qwen2.5-0.5B "
+            "--rounds 3",
             3,
         ),
+        Step("one_row_tiles", "one_row_tiles.py", 2),
         Step("gathers_cuda", "gathers.py --device cuda", 2, "gathers.py --rounds 1"),
         Step(
             "shared_chunks",

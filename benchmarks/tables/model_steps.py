@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tables.table import Cell, Row, Table, error, figure, heads, number, us
+from tatten.ops.cuda.skinny_linear import one_row_tile
 
 
 def faster(slow: str, fast: str) -> Cell:
@@ -43,6 +44,13 @@ STEP: dict[str, Cell | str] = {
     "error, Inductor": error("inductor_error"),
     "error, tatten": error("tatten_error"),
 }
+
+
+def chosen_us(r: Row) -> float:
+    """Microseconds of the tile of a linear layer of one row."""
+    us: float = r["us"][str(one_row_tile(r["features"]))]
+    return us
+
 
 AOTI = {
     "batch": "batch",
@@ -135,7 +143,6 @@ TABLES = {
             "used": "used",
             "decode_loop": loop_ms("loop"),
             "sampled": loop_ms("loop_sampled"),
-            "`combo_kernels`": loop_ms("loop_combined"),
             "a step of prompt lookup": lookup_step_ms,
             "replay": figure("replay_ms", 2),
             "byte floor": figure("floor_ms", 2),
@@ -204,7 +211,7 @@ TABLES = {
         "decode_loop_start",
         {
             "layers": "layers",
-            "decode_loop": lambda r: {"loop_untuned": "`decode=False`", "loop": "tuned"}[r["candidate"]],
+            "decode_loop": lambda r: {"loop_untuned": "`decode=False`", "loop": "tuned, as it was"}[r["candidate"]],
             "first process": lambda r: number(r["cold"]["first_tokens_s"], 0),
             "second process": lambda r: number(r["warm"]["first_tokens_s"], 0),
             "first, with its start": lambda r: number(r["cold"]["process_s"], 0),
@@ -222,6 +229,18 @@ TABLES = {
             "tatten us": us("tatten"),
             "floor us": figure("floor_us"),
             "tatten to Inductor": lambda r: number(r["us"]["tatten"] / r["us"]["inductor"], 2),
+        },
+    ),
+    "one_row_tiles": Table(
+        "one_row_tiles",
+        {
+            "input features": "features",
+            "rows": "rows",
+            "tile": lambda r: str(one_row_tile(r["features"])),
+            "us": lambda r: number(chosen_us(r), 2),
+            "best us": lambda r: number(min(r["us"].values()), 2),
+            "floor us": figure("floor_us", 2),
+            "to the best": lambda r: number(chosen_us(r) / min(r["us"].values()), 2),
         },
     ),
     "skinny_linear": Table(
