@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tatten.lowered import Compiled, compile_lowered, compile_plainly, lower_ops
+from tatten.lowered import Compiled, compile_lowered, compile_plainly, lower_ops, on_gpu
 from tatten.ops.moved import moved
 from tatten.options import valid_names
 from tatten.passes.mutation import writes
@@ -45,8 +45,7 @@ def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Compiler:
     def compiler(gm: GraphModule, inputs: list[Tensor]) -> Compiled:
         if lower_ops(inputs):
             return compile_lowered(wrapper, gm, inputs)
-        on_gpu = any(x.is_cuda for x in inputs if isinstance(x, Tensor))
-        return compile_plainly(wrapper, gm, inputs) if on_gpu else wrapper(gm, inputs)
+        return compile_plainly(wrapper, gm, inputs) if on_gpu(inputs) else wrapper(gm, inputs)
 
     return compiler
 

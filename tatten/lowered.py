@@ -24,9 +24,14 @@ Compiled = Callable[..., Any]
 PLAIN = {"combo_kernels": False, "triton.enable_pdl": False}
 
 
+def on_gpu(inputs: Iterable[object]) -> bool:
+    """Return True if a tensor among the inputs is on a GPU."""
+    return any(x.is_cuda for x in inputs if isinstance(x, Tensor))
+
+
 def lower_ops(inputs: Iterable[object]) -> bool:
     """Let Inductor launch the kernels of tatten's ops itself in graphs on a GPU. Return True if it will."""
-    return any(x.is_cuda for x in inputs if isinstance(x, Tensor)) and _register()
+    return on_gpu(inputs) and _register()
 
 
 @functools.cache
