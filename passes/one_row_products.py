@@ -11,9 +11,6 @@ from tatten.passes.calls import argument, nodes_of, op_name
 from tatten.passes.op_names import MATMULS
 from tatten.passes.symbolic import constant, tensor_of
 
-_SECOND = {"linear": "weight", "bmm": "mat2", "mm": "mat2"}  # the name of the second operand; default: `other`
-PRODUCTS = {"linear", "mm", *MATMULS}
-
 
 def has_one_row_products(gm: GraphModule) -> bool:
     """Return True if a graph, or the body of a higher-order operator in it, has a product with one row or one column.
@@ -27,14 +24,17 @@ def has_one_row_products(gm: GraphModule) -> bool:
 
 def _is_one_row_product(node: Node) -> bool:
     name = op_name(node)
-    if name not in PRODUCTS:
+    is_linear = name == "linear"
+    if not (is_linear or name == "mm" or name in MATMULS):
         return name == "einsum"
-    a, b = tensor_of(argument(node, 0, "input")), tensor_of(argument(node, 1, _SECOND.get(name, "other")))
+    right = argument(node, 1, "weight" if is_linear else "other", node.kwargs.get("mat2"))
+    a, b = tensor_of(argument(node, 0, "input")), tensor_of(right)
     if a is None or b is None:
         return True
-    if argument(node, 2, "bias") is not None or b.dim() == 1 or constant(a.shape[-1]) == 1:
+    has_bias = is_linear and argument(node, 2, "bias") is not None
+    if has_bias or b.dim() == 1 or constant(a.shape[-1]) == 1:
         return False
-    return _rows(a, b) == 1 or constant(b.shape[0 if name == "linear" else -1]) == 1
+    return _rows(a, b) == 1 or constant(b.shape[0 if is_linear else -1]) == 1
 
 
 def _rows(a: Tensor, b: Tensor) -> int | None:

@@ -118,6 +118,14 @@ def test_unknown_operands_and_einsum_count() -> None:
     assert has_one_row_products(gm)
 
 
+def test_a_third_operand_is_a_bias_of_linear_layers_alone() -> None:
+    """That of `mm` and `bmm` is the dtype of the result, which only GPUs take."""
+    gm = capture(torch.mm, ONE[0], WEIGHT)
+    (product,) = gm.graph.find_nodes(op="call_function", target=torch.mm)
+    product.args = (*product.args, torch.float32)
+    assert has_one_row_products(gm)
+
+
 def test_an_outer_product_does_not_count() -> None:
     """As in a rotary embedding: tuning a graph for it costs more than it gains."""
     assert not has_one_row_products(capture(operators, FEW[..., :1], torch.ones(2, 1, 1)))
