@@ -4,11 +4,11 @@
     python benchmarks/one_row_tiles.py --features 4096 14336
 
 A tile has rows of a weight and input features; a program with some warps computes the sums of the tile's rows. For each
-number of input features there are two weights: one as wide as high, and one of a multiple of the rows, like gate and
-up. Layers with more than 5120 features have a third of the rows, like down. A captured CUDA graph launches the kernel
-for copies of the weight that together exceed the L2, each launch early. Candidates take turns, and medians are shown in
-microseconds. The floor is the weight once, at the best rate at which PyTorch reads or copies. Kernels are first
-compiled by as many processes as there are cores.
+number of input features there are two weights: one with as many rows as features, and one with six times as many, like
+gate and up. Beyond 5120 features there is one weight with a third as many rows, like down. A captured CUDA graph
+launches the kernel for copies of the weight that together exceed the L2, each launch early. Candidates take turns, and
+medians are shown in microseconds. The floor is the weight once, at the best rate at which PyTorch reads or copies. Up
+to 14 processes first compile the kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Let each kernel of Inductor wait for the launch before it ends, before it reads or writes anything.
+"""Let each kernel of Inductor wait until the kernel before it has ended, before it reads or writes anything.
 
 With `triton.enable_pdl`, Inductor (PyTorch 2.11 to 2.15) lets a kernel wait only if it uses what the kernel before it
 has written. It misses tensors that were written in place, so that the kernel may read them too early. A kernel that
@@ -15,15 +15,15 @@ OPTION = "_post_fusion_custom_pass"
 
 
 class WaitFirst:
-    """A pass over Inductor's schedule, after which kernels wait first. It runs the user's pass before."""
+    """A pass over Inductor's schedule that lets kernels wait first. The user's own pass runs before it."""
 
     def __init__(self, before: Any = None) -> None:
         self.before = before
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         nodes = nodes if self.before is None else self.before(nodes)
-        for node in nodes[:1]:
-            _wait_first(node.scheduler)
+        if nodes:
+            _wait_first(nodes[0].scheduler)
         return nodes
 
 
