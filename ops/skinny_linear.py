@@ -13,6 +13,7 @@ from tatten.ops.validation import check_no_grad
 
 DTYPES = torch.bfloat16, torch.float16
 BLOCK_OUT, BLOCK_IN = 64, 128  # a weight's tile in the kernel for several rows; parts begin at multiples of `BLOCK_IN`
+ALIGNED = 8  # features: rows of a weight then begin at multiples of 16 bytes, so that the kernel can load them ahead
 MOST_WEIGHTS = 3  # query, key and value
 MOST_ROWS = 64  # the most that were measured
 

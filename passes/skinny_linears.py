@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from tatten.ops.cuda.skinny_linear import pays_on
-from tatten.ops.skinny_linear import DTYPES, MOST_ROWS, MOST_WEIGHTS, choose_parts
+from tatten.ops.skinny_linear import ALIGNED, DTYPES, MOST_ROWS, MOST_WEIGHTS, choose_parts
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import mover_of, written_between
 from tatten.passes.replace import Inserter
@@ -44,7 +44,6 @@ ARGUMENTS = "input", "weight", "bias"  # of `linear`
 # kernels (4 models, H200).
 LEAST_BYTES = 1 << 22
 LEAST_BYTES_OF_ONE_ROW = 3 << 19  # the output of attention in Qwen2.5-0.5B has 1.6 MB
-ALIGNED = 8  # features: rows of a weight then begin at multiples of 16 bytes, so that the kernel can load them ahead
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ def _skinny_linear_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    STAGGERED: tl.constexpr,
     PDL: tl.constexpr,
     FLOAT32_DOTS: tl.constexpr,
 ):
@@ -62,6 +63,10 @@ def _skinny_linear_kernel(
 
     The weight is the left operand: its tiles have the 64 rows that wgmma has at least, while the right operand may be
     as narrow as 16 rows of `x`. The other way round, most rows of the tensor cores would multiply padding.
+
+    Rows of a weight are often a power of two apart. Programs that all begin with the first tile of their part would
+    read from a few channels of memory at a time. If `STAGGERED`, each begins at another tile, and ends at the one
+    before it.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -75,22 +80,28 @@ def _skinny_linear_kernel(
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     n_blocks: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
     start, stop = part * n_blocks // parts, (part + 1) * n_blocks // parts
-    k = start * BLOCK_IN + tl.arange(0, BLOCK_IN)
+    n_tiles = stop - start
+    tile = start
+    if STAGGERED:
+        tile += tl.program_id(0) % tl.maximum(n_tiles, 1)
+    k = tile * BLOCK_IN + tl.arange(0, BLOCK_IN)
     # Rows beyond the end repeat the last one. They are not stored, and no other row depends on them.
     weight_at = weight + tl.minimum(out, n_out - 1).to(tl.int64)[:, None] * IN + k[None, :]
     x_at = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * IN + k[None, :]
     acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    for i in range(start, stop):
+    for _ in range(start, stop):
         if IN % BLOCK_IN == 0:
             w, xs = tl.load(weight_at), tl.load(x_at)
         else:
-            ok = (i * BLOCK_IN + tl.arange(0, BLOCK_IN) < IN)[None, :]
+            ok = (tile * BLOCK_IN + tl.arange(0, BLOCK_IN) < IN)[None, :]
             w, xs = tl.load(weight_at, mask=ok, other=0.0), tl.load(x_at, mask=ok, other=0.0)
         if FLOAT32_DOTS:
             w, xs = w.to(tl.float32), xs.to(tl.float32)
         acc = tl.dot(w, tl.trans(xs), acc, input_precision="ieee")
-        weight_at += BLOCK_IN
-        x_at += BLOCK_IN
+        step = tl.where(tile + 1 < stop, 1, 1 - n_tiles) if STAGGERED else 1
+        tile += step
+        weight_at += step * BLOCK_IN
+        x_at += step * BLOCK_IN
     at = product + (part.to(tl.int64) * rows + row)[:, None] * n_out + out[None, :]
     ok = (row < rows)[:, None] & (out < n_out)[None, :]
     tl.store(at, tl.trans(acc).to(product.dtype.element_ty), mask=ok)

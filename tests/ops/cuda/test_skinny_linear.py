@@ -30,6 +30,7 @@ TINY: list[Case] = [
     ((1, 5), 136, (64, 3, 65), 2),
     ((17,), 300, (40, 130), 3),
     ((66,), 129, (9,), 2),
+    ((2,), 650, (330,), 1),  # programs begin at each of 6 tiles, and the last one has 10 features
     ((2, 2), 260, (1, 1, 1), 5),  # more parts than blocks of input features
     ((), 24, (7,), 1),
     ((1,), 136, (5, 3, 70), 1),
@@ -288,7 +289,13 @@ def test_under_inductor(dynamic: bool) -> None:
 @pytest.mark.drawn(2, "compiled for Hopper")
 def test_compiles_for_hopper() -> None:
     """The weight is the left operand of wgmma, nothing spills, and aligned rows are loaded ahead."""
-    cases = [(8, 4096, [4096, 1024, 1024], 1), (64, 14336, [4096], 2), (2, 520, [100, 100], 1), (2, 333, [100], 1)]
+    cases = [
+        (8, 4096, [4096, 1024, 1024], 1),
+        (64, 4096, [14336, 14336], 1),
+        (64, 14336, [4096], 2),
+        (2, 520, [100, 100], 1),
+        (2, 333, [100], 1),
+    ]
     for (rows, features, _, _), built in zip(cases, compile_in_subprocess(SCRIPT, cases), strict=True):
         assert built["stack"] == 0
         assert f"wgmma.mma_async.sync.aligned.m64n{max(16, rows)}k16" in built["ptx"]
@@ -325,14 +332,15 @@ def test_on_a_gpu(case: Case, dtypes: tuple[torch.dtype, torch.dtype | None]) ->
 
 
 @pytest.mark.gpu
-def test_a_row_depends_on_nothing_else() -> None:
-    """To the bit, however many rows there are in several parts; NaN in one stays there."""
-    x, weights = inputs(((64,), 4096, (1024, 512), 4), "cuda")
+@pytest.mark.parametrize("parts, fewest", [(4, 1), (1, 2)])
+def test_a_row_depends_on_nothing_else(parts: int, fewest: int) -> None:
+    """To the bit, with one row or more in several parts, and with two or more in one part. NaN stays in its row."""
+    x, weights = inputs(((64,), 4096, (1024, 512), parts), "cuda")
     x[3] = float("nan")
-    got = op(x, weights, 4, torch.float32)
+    got = op(x, weights, parts, torch.float32)
     assert got[0].isnan().any(-1).any(0).nonzero().flatten().tolist() == [3]
-    for rows in (1, 3, 16, 17, 33, 60):
-        for a, b in zip(op(x[-rows:], weights, 4, torch.float32), got, strict=True):
+    for rows in (fewest, 3, 16, 17, 33, 60):
+        for a, b in zip(op(x[-rows:], weights, parts, torch.float32), got, strict=True):
             assert torch.equal(a, b[:, -rows:])
 
 
