@@ -116,6 +116,11 @@ STEPS = {
             3,
         ),
         Step("one_row_tiles", "one_row_tiles.py", 2),
+        Step(
+            "few_rows_linear_h200",
+            "skinny_linear.py --device cuda --rows 2 8 64 --model Llama-3.1-8B Llama-3.2-1B Qwen3-0.6B --rounds 3",
+            2,
+        ),
         Step("gathers_cuda", "gathers.py --device cuda", 2, "gathers.py --rounds 1"),
         Step(
             "shared_chunks",

@@ -95,6 +95,18 @@ def part_of_layer(part: str) -> Cell:
     return lambda r: number(r["parts"]["tatten"][part], 0)
 
 
+FEW_ROWS: dict[str, Cell | str] = {
+    "model": "model",
+    "layers": "group",
+    "rows": "rows",
+    "parts": "parts",
+    "cuBLAS us": us("cublas"),
+    "joined us": lambda r: number(r["us"].get("joined")),
+    "tatten us": us("tatten"),
+    "floor us": figure("floor_us"),
+    "tatten to cuBLAS": lambda r: number(r["us"]["tatten"] / r["us"]["cublas"], 2),
+}
+
 TABLES = {
     "static_cache": Table("static_cache", STATIC_CACHE),
     "static_cache_cpu": Table("static_cache_cpu", STATIC_CACHE),
@@ -243,21 +255,8 @@ TABLES = {
             "to the best": lambda r: number(chosen_us(r) / min(r["us"].values()), 2),
         },
     ),
-    "skinny_linear": Table(
-        "skinny_linear",
-        {
-            "model": "model",
-            "layers": "group",
-            "rows": "rows",
-            "parts": "parts",
-            "cuBLAS us": us("cublas"),
-            "joined us": lambda r: number(r["us"].get("joined")),
-            "tatten us": us("tatten"),
-            "floor us": figure("floor_us"),
-            "tatten to cuBLAS": lambda r: number(r["us"]["tatten"] / r["us"]["cublas"], 2),
-        },
-        lambda r: r["rows"] == 8,
-    ),
+    "few_rows_linear_h200": Table("few_rows_linear_h200", FEW_ROWS, lambda r: r["rows"] == 8),
+    "skinny_linear": Table("skinny_linear", FEW_ROWS, lambda r: r["rows"] == 8),
     "aoti": Table("aoti", AOTI),
     "aoti_cuda": Table("aoti_cuda", AOTI),
     "written_out_steps": Table(
