@@ -16,7 +16,7 @@ code was generated and compiled; tuning is in the rest of it. `loop_*` after `lo
 candidate whose first call takes longer than `--first-call-limit` is left out. `gpt_fast` is the loop of gpt-fast, which
 is left out without the folder `--gpt-fast`; it samples, in CUDA graphs of Inductor, and has the same weights. The floor
 is each weight and each used key and value once, at the rate of a plain read. `loop_cublas` is `loop` without
-`tatten::skinny_linear`, which computes linear layers of few rows. `loop_tuned` is `loop` with Inductor's option
+the ops of tatten that compute linear layers of few rows. `loop_tuned` is `loop` with Inductor's option
 `coordinate_descent_tuning`, and `loop_uncombined` without `combo_kernels`.
 
 `--section start` measures the seconds until a new process has the first two tokens of one sequence, prefill and
@@ -257,7 +257,7 @@ def parse() -> argparse.Namespace:
     sections = "token", "start", "first_tokens"
     parser.add_argument("--section", default="token", choices=sections, help="start runs first_tokens in processes")
     parser.add_argument("--model", default="llama", choices=list(models.SHAPES))
-    parser.add_argument("--layers", type=int, help="default: 32; on a CPU 1")
+    parser.add_argument("--layers", type=int, help="default: all; on a CPU 1")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--capacity", type=int)
     parser.add_argument("--used", type=int)
@@ -267,7 +267,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--first-call-limit", type=float, default=240.0, help="seconds; default: 240")
     args = parser.parse_args()
     small = args.device == "cpu"
-    args.layers = args.layers or (1 if small else 32)
+    args.layers = args.layers or (1 if small else models.SHAPES[args.model]["num_hidden_layers"])
     args.capacity, args.used = args.capacity or (2048 if small else 8192), args.used or (16 if small else 1000)
     return args
 

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 # By transformers' model types: Llama-3.1-8B, Gemma-2-9b, the text of Gemma-3-12b, gpt-oss-20b, and DeepSeek-V3 with
 # small dense MLPs in place of its experts. Llama and DeepSeek-V3 have the vocabulary of Llama 2, beside which a few
-# layers still weigh.
+# layers still weigh. The small models, Llama-3.2-1B and Qwen3-0.6B, have their own.
 SHAPES: dict[str, dict[str, int]] = {
     "llama": {
         "hidden_size": 4096,
@@ -38,8 +38,34 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 262208,
     },
     "gpt_oss": {"num_hidden_layers": 24, "num_local_experts": 32},
-    "deepseek_v3": {"intermediate_size": 2048, "first_k_dense_replace": 61, "vocab_size": 32000},
+    "deepseek_v3": {
+        "intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "first_k_dense_replace": 61,
+        "vocab_size": 32000,
+    },
+    "llama_1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_600m": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
 }
+MODEL_TYPES = {"llama_1b": "llama", "qwen3_600m": "qwen3"}  # of the names that are no model types
 _TINY = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -53,6 +79,8 @@ TINY: dict[str, dict[str, int]] = {
     "llama": _TINY,
     "gemma2": {**_TINY, "query_pre_attn_scalar": 32, "sliding_window": 64},
     "gemma3_text": {**_TINY, "query_pre_attn_scalar": 32, "sliding_window": 64, "sliding_window_pattern": 2},
+    "llama_1b": _TINY,
+    "qwen3_600m": _TINY,
     "gpt_oss": {**_TINY, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
     "deepseek_v3": {
         **_TINY,
@@ -70,7 +98,9 @@ TINY: dict[str, dict[str, int]] = {
 def shape(name: str, tiny: bool = False, **changes: object) -> PreTrainedConfig:
     """Return the configuration of a model, with the changes."""
     sizes = SHAPES[name] | (TINY[name] if tiny else {}) | changes
-    return AutoConfig.for_model(name, **({"max_position_embeddings": 1 << 17, "pad_token_id": 0} | sizes))
+    return AutoConfig.for_model(
+        MODEL_TYPES.get(name, name), **({"max_position_embeddings": 1 << 17, "pad_token_id": 0} | sizes)
+    )
 
 
 def build(config: PreTrainedConfig, device: str, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:

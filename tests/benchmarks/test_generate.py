@@ -24,6 +24,8 @@ PARAMETERS = {  # as published, without the benchmarks' smaller vocabularies and
     "gemma2": ({}, 9_241_705_984),
     "gemma3_text": ({}, 11_766_034_176),
     "gpt_oss": ({}, 20_914_757_184),
+    "llama_1b": ({}, 1_235_814_400),
+    "qwen3_600m": ({}, 596_049_920),
     "deepseek_v3": ({"vocab_size": 129280, "intermediate_size": 18432, "first_k_dense_replace": 3}, 671_026_404_352),
 }  # of DeepSeek-V3's 671,026,419,200 those that are no biases of its routers: 58 x 256
 
@@ -38,7 +40,7 @@ def keys_and_values(name: str, batch: int, used: int) -> int:
     """Elements that a step of 2 tiny layers reads; of a window of 64, no more."""
     if name == "deepseek_v3":
         return 2 * batch * used * (32 + 16)
-    keys = 2 * used if name == "llama" else min(64, used) + used
+    keys = min(64, used) + used if name in ("gemma2", "gemma3_text", "gpt_oss") else 2 * used
     return batch * keys * 2 * 2 * 32
 
 
@@ -47,7 +49,7 @@ def keys_and_values(name: str, batch: int, used: int) -> int:
 def test_floors(name: str, used: int) -> None:
     model = models.build(models.shape(name, tiny=True), "cpu", torch.float32)
     weights = sum(p.numel() for p in model.parameters())
-    if not name.startswith("gemma"):  # whose embedding is its output projection, too
+    if name not in ("gemma2", "gemma3_text", "llama_1b", "qwen3_600m"):  # their embedding is the output projection, too
         weights -= 512 * 128
     if name == "gpt_oss":  # each token picks 2 of 4 experts, so 3 tokens leave an eighth of them
         weights -= sum(p.numel() for layer in model.model.layers for p in layer.mlp.experts.parameters()) // 8
