@@ -16,6 +16,7 @@ from tatten.ops.cpu.attention import merge_sinks, upcast, with_mask_in
 from tatten.ops.cpu.index_scores import scores_of_keys
 from tatten.ops.cpu.latent import query_and_rope
 from tatten.ops.cpu.shared_pages import shared_pages
+from tatten.ops.fused_linear import fused_linear
 from tatten.ops.index_scores_validation import check_index_scores
 from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel, latent_kernel
 from tatten.ops.latent_validation import check_latent_attention
@@ -85,6 +86,7 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
         ops.project_heads.default: project_heads,
         ops.index_scores.default: _index_scores,
         ops.skinny_linear.default: skinny_linear,
+        ops.fused_linear.default: fused_linear,
         ops.top_picks.default: top_picks,
     }
     # Export keeps ops that PyTorch itself could decompose if they are not in the table.

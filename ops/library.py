@@ -22,6 +22,7 @@ from tatten.ops.cpu.mixed import paged_attention as paged_on_cpu
 from tatten.ops.cpu.rows import row_groups as row_groups_on_cpu
 from tatten.ops.cpu.shared_pages import shared_pages as shared_pages_on_cpu
 from tatten.ops.cuda import dispatch as cuda
+from tatten.ops.cuda.fused_linear import fused_linear as fused_linear_on_cuda
 from tatten.ops.cuda.index_scores import index_scores as index_scores_on_cuda
 from tatten.ops.cuda.mixed import paged_attention as paged_on_cuda
 from tatten.ops.cuda.project_heads import project_heads as project_heads_on_cuda
@@ -29,6 +30,7 @@ from tatten.ops.cuda.skinny_linear import skinny_linear as skinny_linear_on_cuda
 from tatten.ops.cuda.top_picks import top_picks as top_picks_on_cuda
 from tatten.ops.distributed.collectives import group_of
 from tatten.ops.distributed.tree_merge import tree_merge_op
+from tatten.ops.fused_linear import fake_fused_linear, fused_linear
 from tatten.ops.index_scores_validation import fake_index_scores
 from tatten.ops.kernel_signatures import OpKernel, bifurcated_kernel, decode_kernel, latent_kernel
 from tatten.ops.masks import block_list, key_spans, mask_of_rows, mask_rows
@@ -74,6 +76,8 @@ for _schema in (
     "Tensor? key_scale=None) -> Tensor",
     "project_heads(Tensor x, Tensor weight, ScalarType? out_dtype=None) -> Tensor",
     "skinny_linear(Tensor x, Tensor[] weights, int parts=1, ScalarType? out_dtype=None) -> Tensor[]",
+    "fused_linear(Tensor x, Tensor[] weights, *, Tensor? norm_weight=None, float eps=0.0, str? gate=None, "
+    "Tensor? residual=None, bool prefetch=False) -> Tensor[]",
     "top_picks(Tensor scores, int k) -> Tensor",
     "slide_(Tensor(a!) cache, Tensor new) -> ()",
 ):
@@ -95,6 +99,7 @@ torch.library.register_fake("tatten::paged_attention", mixed_kernel(fake_mixed),
 torch.library.register_fake("tatten::index_scores", fake_index_scores, lib=_library)
 torch.library.register_fake("tatten::project_heads", fake_project_heads, lib=_library)
 torch.library.register_fake("tatten::skinny_linear", fake_skinny_linear, lib=_library)
+torch.library.register_fake("tatten::fused_linear", fake_fused_linear, lib=_library)
 torch.library.register_fake("tatten::top_picks", fake_top_picks, lib=_library)
 torch.library.register_fake("tatten::slide_", check_slide, lib=_library)
 
@@ -167,6 +172,7 @@ _KERNELS: dict[str, dict[str, OpKernel]] = {
     "index_scores": {"CPU": index_scores_on_cpu, "CUDA": index_scores_on_cuda},
     "project_heads": {"CPU": project_heads, "CUDA": project_heads_on_cuda},
     "skinny_linear": {"CPU": skinny_linear, "CUDA": skinny_linear_on_cuda},
+    "fused_linear": {"CPU": fused_linear, "CUDA": fused_linear_on_cuda},
     "top_picks": {"CPU": top_picks, "CUDA": top_picks_on_cuda},
     "slide_": {"CPU": slide_, "CUDA": slide_},
 }
@@ -180,7 +186,7 @@ def cuda_implementations() -> dict[Any, OpKernel]:
         "shared_pages": cuda.shared_pages,
     }
     attention = "decode_attention", "latent_attention", "bifurcated_attention", "paged_attention"
-    others = "merge_states", "index_scores", "project_heads", "skinny_linear", "top_picks"
+    others = "merge_states", "index_scores", "project_heads", "skinny_linear", "fused_linear", "top_picks"
     kernels |= {name: _KERNELS[name]["CUDA"] for name in (*attention, *others)}
     return {getattr(torch.ops.tatten, name).default: kernel for name, kernel in kernels.items()}
 

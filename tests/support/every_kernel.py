@@ -5,7 +5,7 @@
 
 The variants are those of tests/ops/cuda/test_compiles.py and test_ragged_compiles.py, latent attention with each kind
 of keys, picked keys, shared pages, `top_picks`, `project_heads` in blocks of each size, `index_scores` with each kind
-of mask, `skinny_linear`, and `slide_`.
+of mask, `skinny_linear`, `fused_linear`, and `slide_`.
 """
 
 from __future__ import annotations
@@ -216,6 +216,19 @@ def multiply(rows: int, in_features: int, outs: tuple[int, ...], parts: int) -> 
         torch.testing.assert_close(got.sum(0), x.float() @ weight.float().T, rtol=1e-2, atol=1e-2)
 
 
+def fuse(in_features: int, outs: tuple[int, ...], gate: str | None, prefetch: bool) -> None:
+    x = torch.randn(1, in_features, device="cuda").bfloat16()
+    norm_weight = torch.ones(in_features, device="cuda").bfloat16()
+    weights = [torch.randn(n, in_features, device="cuda").bfloat16() for n in outs]
+    residual = x.new_ones(1, outs[0]) if len(outs) == (2 if gate else 1) else None
+    around: dict[str, Any] = {"norm_weight": norm_weight, "eps": 1e-5, "gate": gate, "residual": residual}
+    op = torch.ops.tatten.fused_linear
+    on_cpu = {name: y.cpu() if isinstance(y, torch.Tensor) else y for name, y in around.items()}
+    want = op(x.cpu(), [w.cpu() for w in weights], **on_cpu)
+    for a, b in zip(op(x, weights, **around, prefetch=prefetch), want, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-2, atol=1e-2)
+
+
 def slide(slots: int, dim: int) -> None:
     cache, new = (torch.randn(2, 3, n, dim, device="cuda").bfloat16() for n in (slots, 1))
     want = torch.cat((cache[:, :, 1:], new), 2)
@@ -258,6 +271,8 @@ def main() -> None:
     variants += [(select, shape, {}) for shape in ((3, 5000, 77), (2, 300_000, 2048))]
     multiplied = (3, 333, (70,), 2), (20, 512, (64, 9), 1), (64, 1000, (130, 64, 64), 1), (1, 5000, (7, 100), 1)
     variants += [(multiply, shape, {}) for shape in multiplied]
+    fused = (333, (70, 3), None), (1024, (65,), None), (512, (77, 77), "silu"), (896, (64, 64), "gelu_tanh")
+    variants += [(fuse, (*shape, prefetch), {}) for shape in fused for prefetch in (False, True)]
     variants += [(slide, shape, {}) for shape in ((KV_LEN, 80), (2000, 128))]
     variants += [(write_tokens, shape, {}) for shape in ((7, 3, 80), (33, 8, 128))]
     variants = variants[first::step]

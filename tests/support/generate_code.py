@@ -221,6 +221,14 @@ def linears(x, *weights):
     return d.sum(0).to(bf16), b, c
 
 
+def fused_linears(x, norm, *weights):
+    """The options of `fused_linear`, one after the other."""
+    a, _, _ = ops.fused_linear.default(x * 2, weights[:3], norm_weight=norm, eps=1e-5, prefetch=True)
+    (b,) = ops.fused_linear.default(a, weights[:1], residual=x)
+    (c,) = ops.fused_linear.default(b, weights[3:], norm_weight=norm, eps=1e-5, gate="silu", prefetch=True)
+    return c
+
+
 def find_rows(n, index):
     return ops.row_groups.default(index, n, 1)
 
@@ -352,6 +360,10 @@ cases = {
         name: (linears, [((rows, 1, 4096), bf16), *[((n, 4096), bf16) for n in (4096, 1024, 1024)]])
         for name, rows in (("linears", 8), ("linears of one row", 1))
     },
+    "fused linears": (
+        fused_linears,
+        [((1, 1, 512), bf16), ((512,), bf16), *[((n, 512), bf16) for n in (512, 64, 64, 700, 700)]],
+    ),
     "symbolic rows": (find_rows, ["n", ((7,), torch.int32)]),
     "symbolic lengths": (plain, [Q, *[((2, 8, "s", 128), bf16)] * 2]),
     "plain": (plain, [Q, KV, KV]),

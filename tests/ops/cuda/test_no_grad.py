@@ -14,6 +14,7 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 bf16 = torch.bfloat16
 CALLS: dict[str, tuple[tuple[Any, ...], Callable[..., tuple[Any, ...]]]] = {
+    "fused_linear": (((1, 16), (4, 16)), lambda x, weight: (x.to(bf16), [weight.to(bf16)])),
     "index_scores": (((1, 1, 2, 16), (1, 40, 16), (1, 1, 2)), lambda *x: x),
     "project_heads": (((1, 2, 1, 16), (2, 8, 16)), lambda x, weight: (x, weight.to(bf16))),
     "skinny_linear": (((2, 16), (4, 16)), lambda x, weight: (x.to(bf16), [weight.to(bf16)])),

@@ -75,6 +75,7 @@ LOWERED = (
     "selection",
     "linears",
     "linears of one row",
+    "fused linears",
 )
 RUNS: list[tuple[str, bool, dict[str, bool]]] = [
     *((case, True, {}) for case in LOWERED),
@@ -241,6 +242,7 @@ def test_a_package_does_without_gluon(case: str, kernel: str) -> None:
         ("index scores", {"index_scores"}),
         ("selection", {"count_scores", "write_picks"}),
         ("linears", {"skinny_linear"}),
+        ("fused linears", {"fused_linear"}),
         ("linears of one row", {"one_row_linear", "skinny_linear"}),  # one of its calls asks for two parts
     ],
 )
