@@ -115,6 +115,13 @@ STEPS = {
             "--rounds 3",
             3,
         ),
+        Step(
+            "decode_loop_600m_h200",
+            "decode_loop.py --device cuda --model qwen3_600m --batch 1 --only loop --first-call-limit 150",
+            1,
+            "decode_loop.py --model qwen3_600m --batch 1 --only loop --rounds 1",
+        ),
+        Step("fused_linear_h200", "fused_linear.py --device cuda --rounds 3", 3),
         Step("one_row_tiles", "one_row_tiles.py", 2),
         Step(
             "few_rows_linear_h200",

@@ -83,12 +83,19 @@ def written_between(tensors: Sequence[Tensor], start: Node, stop: Node) -> Node 
     while node is not stop:
         if node.op == "call_module":
             return node  # a module may write to anything
-        if any(_may_alias(x, tensors) for x in node.all_input_nodes) and any(
-            _may_alias(x, tensors) for x in written_arguments(node)
+        if any(may_alias(x, tensors) for x in node.all_input_nodes) and any(
+            may_alias(x, tensors) for x in written_arguments(node)
         ):
             return node
         node = node.next
     return None
+
+
+def written_in(graph: Graph) -> list[Node] | None:
+    """Return the nodes that any node of a graph may write to, or None if a module may write to anything."""
+    if graph.find_nodes(op="call_module", sort=False):
+        return None
+    return [*dict.fromkeys(x for node in graph.nodes for x in written_arguments(node))]
 
 
 def movers(graph: Graph) -> list[Node]:
@@ -121,7 +128,7 @@ def _in_place(node: Node) -> tuple[OpOverload, ...]:
     return overloads(node) if name.endswith("_") and node.op.startswith("call_") else ()
 
 
-def _may_alias(node: Node, tensors: Sequence[Tensor]) -> bool:
+def may_alias(node: Node, tensors: Sequence[Tensor]) -> bool:
     """Return True if a write to the value of a node may change one of `tensors`, which own their storage."""
     value = value_of(node)
     if value is None:  # a result without inputs, such as the token of a context manager, holds no tensor

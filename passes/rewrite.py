@@ -16,6 +16,7 @@ from tatten.passes.describe import declined
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN
 from tatten.passes.find_index_scores import IndexerScores, find_index_scores
 from tatten.passes.findings import Declined, GraphReport, Rewritten, counted, source_location
+from tatten.passes.fused_linears import FusedGroup, apply_fused_group, find_fused_groups
 from tatten.passes.index_steps import is_relu
 from tatten.passes.internal import CallError, Snapshot, decline_internal, declined_graph, or_nothing
 from tatten.passes.masks import Masks
@@ -56,7 +57,7 @@ def rewrite(
         fuses: whether the graph's compiler is Inductor, which fuses attention that is written out and looks into ops.
         batch_invariant: whether each call becomes an op with `batch_invariant=True` if an op can compute it so, even
             if that doesn't pay.
-        linears: whether linear layers of few rows become `tatten::skinny_linear`, if the graph calls an op of tatten.
+        linears: whether linear layers of few rows become ops of tatten, if the graph calls one.
 
     Returns:
         The findings for the calls, the time that the passes took, and a note on all other changes.
@@ -100,8 +101,8 @@ def _run_passes(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> tu
     scores = _score_keys(gm, run, failed)  # after calls: the proof of their picks reads the program's scores
     slides = or_nothing(lambda: find_slides(gm.graph, run.movers), errors) if run.fuses else []
     moved = _edit_each(slides, lambda x: x.copy, apply_slide, failed, errors)
-    linears = or_nothing(lambda: _find_linears(gm, run), errors)
-    launches = _edit_each(linears, lambda x: x.layers[0].node, apply_linear_group, failed, errors)
+    linears = or_nothing(lambda: _find_linears(gm, run, errors), errors)
+    launches = _edit_each(linears, lambda x: x.layers[0].node, _apply_linears, failed, errors)
     layers = sum(len(x.layers) for x in linears if x.layers[0].node.name not in failed)
     notes = [f"{counted(moved, 'full cache')} of sliding windows moved in place"] if moved else []
     notes += [f"{counted(unsorted, 'selection')} of keys without a sort"] if unsorted else []
@@ -109,11 +110,20 @@ def _run_passes(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> tu
     return [*findings, *others, *nested, *scores, *errors], "; ".join(notes)
 
 
-def _find_linears(gm: GraphModule, run: Run) -> list[LinearGroup]:
+def _find_linears(gm: GraphModule, run: Run, errors: list[Declined]) -> list[LinearGroup | FusedGroup]:
     """Find linear layers of few rows in a decode step: a graph that calls an op of tatten, maybe thanks to a pass."""
     if not (run.linears and calls_ops(gm)):
         return []
-    return find_skinny_linears(gm.graph, run.movers)
+    groups = find_skinny_linears(gm.graph, run.movers)
+    fused = {x.group: x for x in or_nothing(lambda: find_fused_groups(gm.graph, groups, run.movers), errors)}
+    return [fused.get(group, group) for group in groups]
+
+
+def _apply_linears(group: LinearGroup | FusedGroup) -> None:
+    if isinstance(group, FusedGroup):
+        apply_fused_group(group)
+    else:
+        apply_linear_group(group)
 
 
 def _rewrite_call(node: Node, attention: Attention, run: Run) -> Rewritten | Declined:

@@ -19,7 +19,7 @@ class Run:
         may_guard: whether guards may be added. If not, a match relies only on facts that hold in every run.
         fuses: whether the graph's compiler is Inductor, which fuses attention that is written out and looks into ops.
         batch_invariant: whether each call that can becomes an op with `batch_invariant=True`, even if that doesn't pay.
-        linears: whether linear layers of few rows become `tatten::skinny_linear` in graphs that call an op of tatten.
+        linears: whether linear layers of few rows become ops of tatten in graphs that call one.
         masks: the nodes that were computed from masks, and the drafts.
         movers: the nodes that change a tensor's memory or shape in place.
     """

@@ -161,6 +161,18 @@ TABLES = {
             "loop to floor": loop_to_floor,
         },
     ),
+    "decode_loop_600m_h200": Table(
+        "decode_loop_600m_h200",
+        {
+            "layers": "layers",
+            "slots": "capacity",
+            "used": "used",
+            "decode_loop": loop_ms("loop"),
+            "replay": figure("replay_ms", 2),
+            "byte floor": figure("floor_ms", 2),
+            "loop to floor": loop_to_floor,
+        },
+    ),
     "decode_loop_lookup": Table(
         "decode_loop_lookup",
         {
@@ -253,6 +265,21 @@ TABLES = {
             "best us": lambda r: number(min(r["us"].values()), 2),
             "floor us": figure("floor_us", 2),
             "to the best": lambda r: number(chosen_us(r) / min(r["us"].values()), 2),
+        },
+    ),
+    "fused_linear_h200": Table(
+        "fused_linear_h200",
+        {
+            "model": "model",
+            "separate us": us("separate", 2),
+            "gates": us("gates", 2),
+            "norms": us("norms", 2),
+            "residuals": us("residuals", 2),
+            "norms and gates": us("sandwich", 2),
+            "all, not early": us("not_ahead", 2),
+            "all us": us("fused", 2),
+            "floor us": figure("floor_us", 2),
+            "all to separate": lambda r: number(r["us"]["fused"] / r["us"]["separate"], 2),
         },
     ),
     "few_rows_linear_h200": Table("few_rows_linear_h200", FEW_ROWS, lambda r: r["rows"] == 8),

@@ -19,7 +19,7 @@ from batched_models import batching as batching_config
 from transformers import CompileConfig, GenerationConfig
 
 import tatten.integrations.transformers  # noqa: F401  (registers the attention)
-from tatten.passes import skinny_linears
+from tatten.passes import fused_linears, skinny_linears
 from tatten.passes.symbolic import constant, known_tensor
 
 NEW = 12
@@ -84,14 +84,14 @@ def test_linear_layers_of_decode_steps(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(skinny_linears, "choose_parts", lambda *_: 1)  # as for layers of larger models
     rewriting = importlib.import_module("tatten.passes.rewrite")  # the package has a function of this name
     launches: dict[str, list[int]] = {"one": [], "any": []}  # numbers of layers, by the number of requests
-    apply = rewriting.apply_linear_group
+    apply = rewriting._apply_linears
 
-    def count(group: skinny_linears.LinearGroup) -> None:
+    def count(group: skinny_linears.LinearGroup | fused_linears.FusedGroup) -> None:
         rows = constant(known_tensor(group.layers[0].x).shape[1])
         launches["any" if rows is None else "one"].append(len(group.layers))
         apply(group)
 
-    monkeypatch.setattr(rewriting, "apply_linear_group", count)
+    monkeypatch.setattr(rewriting, "_apply_linears", count)
     model, ids = build(name, num_hidden_layers=2, layer_types=None).bfloat16(), prompts()
     config = CompileConfig(backend="tatten", mode=None, options={"decode": True}, fullgraph=True, dynamic=True)
     for prompt, tokens in zip(ids, run(model, ids, greedy(NEW), **PADDED, decode_compile_config=config), strict=True):
