@@ -9,15 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tatten.ops.skinny_linear import check_skinny_linear
-from tatten.ops.validation import check_no_grad
+from tatten.ops.skinny_linear import check_linear_no_grad, check_linear_operands
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
 }
-# A program holds all features of a row of a weight in registers, and with a gate of a row of both weights.
+# A program of 16 warps holds all features of a row of a weight in registers, and with a gate of a row of both weights.
 MOST_FEATURES, MOST_GATED_FEATURES = 1 << 15, 1 << 14
 
 
@@ -80,8 +79,8 @@ def check_fused_linear(
     residual: Tensor | None,
 ) -> None:
     """Raise unless `fused_linear` supports the arguments."""
-    check_fused_linear_no_grad(x, weights, norm_weight, residual)
-    check_skinny_linear(x, weights, 1, None)
+    check_linear_no_grad("fused_linear", x, weights, norm_weight=norm_weight, residual=residual)
+    check_linear_operands(x, weights)
     in_features = x.shape[-1]
     if x.numel() != in_features:
         raise ValueError(f"`x` must have one row, got shape {tuple(x.shape)}")
@@ -104,14 +103,6 @@ def check_fused_linear(
         if len(weights) != (1 if gate is None else 2):
             raise ValueError(f"`residual` must be None for several results, got one with {len(weights)} `weights`")
         _check_like(x, "residual", residual, (*x.shape[:-1], weights[0].shape[0]))
-
-
-def check_fused_linear_no_grad(
-    x: Tensor, weights: Sequence[Tensor], norm_weight: Tensor | None, residual: Tensor | None
-) -> None:
-    """Apply `check_no_grad` to the operands of `fused_linear`."""
-    named = {f"weights[{i}]": weight for i, weight in enumerate(weights)}
-    check_no_grad("fused_linear", x=x, **named, norm_weight=norm_weight, residual=residual)
 
 
 def _check_like(x: Tensor, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

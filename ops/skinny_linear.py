@@ -80,9 +80,19 @@ def choose_parts(out_features: Sequence[int], in_features: int, rows: int | None
 
 def check_skinny_linear(x: Tensor, weights: Sequence[Tensor], parts: int, out_dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype of the result; raise unless `skinny_linear` supports the arguments."""
+    check_linear_no_grad("skinny_linear", x, weights)
+    check_linear_operands(x, weights)
+    if parts < 1:
+        raise ValueError(f"`parts` must be at least 1, got {parts}")
+    if out_dtype not in (None, torch.float32, x.dtype):
+        raise TypeError(f"`out_dtype` must be float32 or the dtype of `x`, {x.dtype}, got {out_dtype}")
+    return out_dtype or x.dtype
+
+
+def check_linear_operands(x: Tensor, weights: Sequence[Tensor]) -> None:
+    """Raise unless `x` and the weights of a launch have dtypes, devices and shapes that fit."""
     if not 1 <= len(weights) <= MOST_WEIGHTS:
         raise ValueError(f"`weights` must have one to {MOST_WEIGHTS} tensors, got {len(weights)}")
-    check_linear_no_grad(x, weights)
     if x.dtype not in DTYPES:
         raise TypeError(f"`x` must be bfloat16 or float16, got {x.dtype}")
     if x.dim() == 0:
@@ -95,16 +105,11 @@ def check_skinny_linear(x: Tensor, weights: Sequence[Tensor], parts: int, out_dt
         if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
             wanted = f"[out_features, {x.shape[-1]}], with the features of `x`"
             raise ValueError(f"`weights[{i}]` must be {wanted}, got shape {tuple(weight.shape)}")
-    if parts < 1:
-        raise ValueError(f"`parts` must be at least 1, got {parts}")
-    if out_dtype not in (None, torch.float32, x.dtype):
-        raise TypeError(f"`out_dtype` must be float32 or the dtype of `x`, {x.dtype}, got {out_dtype}")
-    return out_dtype or x.dtype
 
 
-def check_linear_no_grad(x: Tensor, weights: Sequence[Tensor]) -> None:
-    """Apply `check_no_grad` to the operands of `skinny_linear`."""
-    check_no_grad("skinny_linear", x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
+def check_linear_no_grad(op: str, x: Tensor, weights: Sequence[Tensor], **others: Tensor | None) -> None:
+    """Apply `check_no_grad` to the operands of `op`."""
+    check_no_grad(op, x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)}, **others)
 
 
 def fake_skinny_linear(

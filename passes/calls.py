@@ -131,6 +131,12 @@ def only_adds_dims(index: Any) -> bool:
     return all(part is None or part is builtins.Ellipsis or part == slice(None) for part in parts)
 
 
+def only_slices(index: Any) -> bool:
+    """Return True if each part of an index is a slice, so that no dim is added, dropped or reordered."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is builtins.Ellipsis or isinstance(part, slice) for part in parts)
+
+
 @functools.lru_cache(maxsize=1024)  # bounded, as the cache keeps a user's functions alive
 def _name_of(function: Callable[..., Any], result_type: type) -> str:
     """Return the name of a function of PyTorch, or of a method of `result_type`; empty for others."""

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.fx import Node
 
-from tatten.passes.calls import argument, op_name
+from tatten.passes.calls import argument, only_slices, op_name
 from tatten.passes.no_effect import is_last_dim
 from tatten.passes.op_names import CASTS, MULTIPLIES
 from tatten.passes.projection import is_input
@@ -43,10 +43,9 @@ def keeps_all(node: Node) -> bool:
     """Return True for a slice that leaves out nothing, such as that of the last of one token."""
     if op_name(node) != "getitem" or not isinstance(node.args[0], Node):
         return False
-    index = node.args[1] if isinstance(node.args[1], (list, tuple)) else (node.args[1],)
     before, after = tensor_of(node.args[0]), tensor_of(node)
-    plain = all(part is Ellipsis or isinstance(part, slice) for part in index)
-    return plain and before is not None and after is not None and known_shape(before.shape, after.shape)
+    known = before is not None and after is not None and known_shape(before.shape, after.shape)
+    return known and only_slices(node.args[1])
 
 
 def norm_at(node: Any) -> Norm | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from tatten.ops.layout import HEAD_DIM, HEADS
-from tatten.passes.calls import argument, cat_arguments, op_name
+from tatten.passes.calls import argument, cat_arguments, only_slices, op_name
 from tatten.passes.drafts import without_drafts
 from tatten.passes.mutation import writes, written_between
 from tatten.passes.op_names import CASTS, CATS, COPIES, REORDERS
@@ -80,7 +80,9 @@ def columns_of(node: Node) -> tuple[Node, int, int, tuple[Node, ...]] | None:
     source: Any = argument(node, 0, "input")
     if node.target is operator.getitem and op_name(source) in SPLITS:
         path, source = (node, source), argument(source, 0, "tensor", source.kwargs.get("input"))
-    elif op_name(node) not in ("narrow", "slice", "getitem") or (node.target is operator.getitem and not _slices(node)):
+    elif op_name(node) not in ("narrow", "slice", "getitem") or (
+        node.target is operator.getitem and not only_slices(node.args[1])
+    ):
         return None
     before, after = tensor_of(source), tensor_of(node)
     if not isinstance(source, Node) or before is None or after is None or before.dim() != after.dim():
@@ -93,11 +95,6 @@ def columns_of(node: Node) -> tuple[Node, int, int, tuple[Node, ...]] | None:
         return None
     stride = constant(before.stride(dims[0]))
     return (source, dims[0], skipped // stride, path) if stride and skipped % stride == 0 else None
-
-
-def _slices(node: Node) -> bool:
-    index = node.args[1]
-    return all(part is ... or isinstance(part, slice) for part in (index if isinstance(index, tuple) else (index,)))
 
 
 def _width(node: Node) -> int:

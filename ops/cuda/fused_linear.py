@@ -11,11 +11,11 @@ from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.gpu import has_early_launches
 from tatten.ops.cuda.launcher import Launch, by_layout, on_device_of
 from tatten.ops.cuda.skinny_linear import feature_counts
-from tatten.ops.fused_linear import check_fused_linear, check_fused_linear_no_grad
+from tatten.ops.fused_linear import check_fused_linear
 from tatten.ops.sizes import ceil_div, power_of_2
-from tatten.ops.skinny_linear import MOST_WEIGHTS
+from tatten.ops.skinny_linear import MOST_WEIGHTS, check_linear_no_grad
 
-ELEMENTS = 64  # of weights that a thread holds, unless a row has more
+ELEMENTS = 64  # the most numbers of weights that a thread holds
 
 
 def fused_linear(
@@ -28,7 +28,8 @@ def fused_linear(
     residual: Tensor | None = None,
     prefetch: bool = False,
 ) -> list[Tensor]:
-    check_fused_linear_no_grad(x, weights, norm_weight, residual)  # a plan may stem from tensors without gradients
+    # A plan may stem from tensors without gradients.
+    check_linear_no_grad("fused_linear", x, weights, norm_weight=norm_weight, residual=residual)
     plan = plan_fused_linear(x, weights, norm_weight, eps, gate, residual, prefetch)
     return on_device_of(x, plan, x, weights, norm_weight, residual)
 
@@ -85,7 +86,7 @@ def plan_fused_linear(
         GATE={None: NO_GATE, "silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH}[gate],
         BLOCK_OUT=block_out,
         BLOCK_IN=block_in,
-        # A copy of a weight, made because it is not contiguous, is written by the previous launch.
+        # The previous launch writes the copy of a weight that is not contiguous.
         PREFETCH=prefetch and all(y.is_contiguous() for y in (*weights, norm_weight) if y is not None),
         PDL=pdl,
     )
@@ -99,5 +100,5 @@ def tile_of_rows(in_features: int, n_weights: int) -> tuple[int, int, int]:
     """
     block_in = max(16, power_of_2(in_features))
     elements = block_in * n_weights  # of a program with one row of each weight
-    warps = next(n for n in (4, 8, 16) if n == 16 or elements <= 32 * ELEMENTS * n)
-    return max(1, 32 * ELEMENTS * warps // elements), block_in, warps
+    warps = next(n for n in (4, 8, 16) if elements <= 32 * ELEMENTS * n)
+    return 32 * ELEMENTS * warps // elements, block_in, warps

@@ -45,7 +45,7 @@ ONE_ROW_TILES: tuple[tuple[int, Tile], ...] = (
 def skinny_linear(
     x: Tensor, weights: Sequence[Tensor], parts: int = 1, out_dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    check_linear_no_grad(x, weights)  # a plan may stem from tensors without gradients
+    check_linear_no_grad("skinny_linear", x, weights)  # a plan may stem from tensors without gradients
     return on_device_of(x, plan_skinny_linear(x, weights, parts, out_dtype), x, weights)
 
 
@@ -121,7 +121,7 @@ def few_rows_launch(x: Tensor, outs: Sequence[int], rows: int, parts: int) -> La
         BLOCK_OUT=BLOCK_OUT,
         BLOCK_ROWS=block_rows,
         BLOCK_IN=BLOCK_IN,
-        # Whether tiles are staggered must not depend on the number of rows, which would change the order of sums.
+        # The number of rows must not decide this, because staggering changes the order of sums.
         # Microseconds without and with it for 8 rows, on an H200: query, key and value of Llama-3.1-8B 18.4 and 16.9.
         # With 64 rows, down in two parts takes 33.4 and 34.8. Loads of rows that are not aligned would spill.
         STAGGERED=parts == 1 and x.shape[-1] % ALIGNED == 0,

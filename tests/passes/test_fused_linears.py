@@ -10,7 +10,7 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import capture, listing
+from graphs import capture, listing, name_of
 from one_row_layers import (
     EPS,
     INNER,
@@ -63,7 +63,7 @@ def test_against_float64(dtype: torch.dtype) -> None:
     args = inputs(dtype)
     gm, groups = search(layer, *args)
     apply(gm, groups)
-    order = [names_of(layer).index(x.name.removeprefix("l_").strip("_")) for x in gm.graph.find_nodes(op="placeholder")]
+    order = [names_of(layer).index(name_of(x)) for x in gm.graph.find_nodes(op="placeholder")]
     exact = layer(*(x.double() for x in args), norm=lambda x, g: F.rms_norm(x, (WIDTH,), g, EPS))
     off = [
         max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(result, exact, strict=True))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import capture
+from one_row_layers import take_any_size
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
@@ -16,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from tatten.integrations.transformers import cache_kwargs
-from tatten.passes import rewrite, skinny_linears
+from tatten.passes import rewrite
 from tatten.passes.one_row_products import has_one_row_products
 
 ONE, FEW = torch.ones(1, 1, 8), torch.ones(2, 3, 8)
@@ -166,8 +167,6 @@ def test_a_decode_step_has_none_once_its_linear_layers_are_replaced(
         step(ids)  # makes the cache
         gm = capture(step, ids)
     assert has_one_row_products(gm) == (batch == 1)
-    monkeypatch.setattr(skinny_linears, "pays_on", lambda device: True)
-    for name in ("LEAST_BYTES", "LEAST_BYTES_OF_ONE_ROW"):
-        monkeypatch.setattr(skinny_linears, name, 1)
+    take_any_size(monkeypatch)
     assert rewrite(gm, linears=True).note
     assert not has_one_row_products(gm)

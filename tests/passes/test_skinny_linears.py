@@ -11,9 +11,10 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import capture, listing
+from graphs import capture, listing, name_of
+from one_row_layers import take_any_size
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
@@ -35,9 +36,7 @@ LEAST_BYTES_OF_ONE_ROW = skinny_linears.LEAST_BYTES_OF_ONE_ROW
 
 @pytest.fixture(autouse=True)
 def _as_on_hopper_with_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LEAST_BYTES", "LEAST_BYTES_OF_ONE_ROW"):
-        monkeypatch.setattr(skinny_linears, name, 1)
-    monkeypatch.setattr(skinny_linears, "pays_on", lambda device: True)
+    take_any_size(monkeypatch)
 
 
 def weight(n_out: int = INNER, n_in: int = WIDTH, dtype: torch.dtype = bf16) -> Tensor:
@@ -54,11 +53,6 @@ def search(fn: Callable[..., Any], named: dict[str, Tensor], **options: Any) -> 
     """The graph of a function, and the groups that the pass finds in it."""
     gm = capture(fn, *named.values(), **options)
     return gm, find_skinny_linears(gm.graph, movers(gm.graph))
-
-
-def name_of(placeholder: Node) -> str:
-    """The name of an input, which Dynamo writes `l_x_`."""
-    return placeholder.name.strip("_").removeprefix("l_").strip("_")
 
 
 def run(gm: GraphModule, named: dict[str, Tensor]) -> Any:

@@ -42,6 +42,11 @@ def run_rewritten(fn: Callable[..., Any], *args: Any, **compile_kwargs: Any) -> 
     return findings, gm, out
 
 
+def name_of(placeholder: Node) -> str:
+    """Return the name of an input, which Dynamo writes `l_x_`."""
+    return placeholder.name.strip("_").removeprefix("l_").strip("_")
+
+
 def listing(gm: GraphModule) -> str:
     """The calls of a graph, which has to be sound, a line each: names, targets and arguments."""
     gm.graph.lint()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import capture
+from graphs import capture, name_of
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -98,11 +98,9 @@ def check_same(fn: Callable[..., Any], *args: Tensor) -> None:
     gm, groups = search(fn, *args)
     assert groups
     apply(gm, groups)
-    named = {name.strip("_").removeprefix("l_").strip("_"): x for name, x in zip(names_of(fn), args, strict=False)}
+    named = dict(zip(names_of(fn), args, strict=False))
     assert not [x for x in gm.graph.nodes if x.target is F.linear]
-    got = gm(
-        *(named[x.name.strip("_").removeprefix("l_").strip("_")].clone() for x in gm.graph.find_nodes(op="placeholder"))
-    )
+    got = gm(*(named[name_of(x)].clone() for x in gm.graph.find_nodes(op="placeholder")))
     want = fn(*(x.clone() for x in args))
     for a, b in zip(got, want if isinstance(want, tuple) else (want,), strict=True):
         assert (a - b).abs().max() <= 2**-5 * b.abs().max()

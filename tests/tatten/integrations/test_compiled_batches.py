@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import transformers
+from one_row_layers import take_any_size
 from slow import slow_but
 
 if not transformers.__version__.startswith("5.24"):
@@ -78,9 +79,7 @@ def test_tokens_under_tatten(name: str) -> None:
 @pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "qwen3", "gemma3"]))
 def test_linear_layers_of_decode_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the option `decode`, those of one input share a launch on a GPU of Hopper, for any number of requests."""
-    monkeypatch.setattr(skinny_linears, "pays_on", lambda device: True)
-    for size in ("LEAST_BYTES", "LEAST_BYTES_OF_ONE_ROW"):
-        monkeypatch.setattr(skinny_linears, size, 1)
+    take_any_size(monkeypatch)
     monkeypatch.setattr(skinny_linears, "choose_parts", lambda *_: 1)  # as for layers of larger models
     rewriting = importlib.import_module("tatten.passes.rewrite")  # the package has a function of this name
     launches: dict[str, list[int]] = {"one": [], "any": []}  # numbers of layers, by the number of requests
