@@ -16,8 +16,10 @@ from torch._inductor.virtualized import V
 from tatten.ops.inductor.ir import TAKES_OPTIONS
 
 NAMES: dict[Any, str] = {
-    ir: "TensorBox ReinterpretView UserDefinedTritonKernel NonOwningLayout",
-    ir.TensorBox: "get_device get_dtype get_name get_size get_stride maybe_get_layout maybe_get_stride",
+    ir: "TensorBox BaseView ReinterpretView UserDefinedTritonKernel NonOwningLayout",
+    ir.TensorBox: "get_device get_dtype get_name get_numel get_size get_stride maybe_get_layout maybe_get_stride "
+    "realize",
+    ir.BaseView: "unwrap_view",
     ir.ReinterpretView: "codegen_reference",
     ir.UserDefinedTritonKernel: "can_fuse_epilogue" if TAKES_OPTIONS else "get_kernel_and_metadata",
     PythonWrapperCodegen: "define_user_defined_triton_kernel",

@@ -29,6 +29,18 @@ def two_layers(q, k, v, mask):
     return b + 1
 
 
+def layers_of_one_length(q, k, v, counted):
+    lens = (counted.view(2, 1) + 1).view(2)
+    a, _ = ops.decode_attention.default(q, k, v, None, lens, 0.1)
+    return ops.decode_attention.default(a, k, v, None, lens, 0.1)[0]
+
+
+def layers_of_first_keys(q, k, v):
+    k = (k * 2).narrow(2, 0, 64)
+    a, _ = ops.decode_attention.default(q, k, v.narrow(2, 0, 64))
+    return ops.decode_attention.default(a, k, v.narrow(2, 0, 64))[0]
+
+
 def views(x, packed, k, v):
     a, _ = ops.decode_attention.default(x.view(2, 1, 32, 128).transpose(1, 2), k, v)
     own = packed.narrow(2, 0, 4096).view(2, 1, 32, 128).transpose(1, 2)
@@ -235,6 +247,8 @@ def find_rows(n, index):
 
 cases = {
     "two layers": (two_layers, [Q, KV, KV, MASK]),
+    "layers of one length": (layers_of_one_length, [Q, KV, KV, ((2,), torch.int64)]),
+    "layers of first keys": (layers_of_first_keys, [Q, KV, KV]),
     "views": (views, [((2, 1, 4096), bf16), ((2, 1, 6144), bf16), KV, KV]),
     "invariant": (invariant, [Q, KV, KV, MASK]),
     "segments": (segments, [((8, 8, 1, 64), bf16), *[((2, 8, 500, 64), bf16)] * 2, *[((8, 8, 300, 64), bf16)] * 2]),
