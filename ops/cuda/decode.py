@@ -145,7 +145,7 @@ def plan_segment(
     chosen = choose_tiles(call, stored, mask) if tiles is None else tiles
     space = plan_tile_space(call, stored, mask, chosen, place, programs)
     if tiles is None and programs is None and place.final and not call.batch_invariant:
-        chosen = shortened(chosen, space, query, kv_bytes)
+        chosen = shortened(chosen, space, query, kv_bytes, paged=table is not None)
         chosen = resized(chosen, call, stored, space)
         space = plan_tile_space(call, stored, mask, chosen, place, programs)
     tiles = chosen

@@ -109,13 +109,27 @@ def choose_tiles(call: AttentionCall, stored: KeyValue, mask: MaskPlan) -> Tiles
     )
 
 
-def shortened(tiles: Tiles, space: TileSpace, query: Tensor, kv_bytes: int) -> Tiles:
-    """Return tiles of half as many keys if programs share work tiles that one program per SM divides evenly.
+def shortened(tiles: Tiles, space: TileSpace, query: Tensor, kv_bytes: int, paged: bool) -> Tiles:
+    """Return tiles of half as many keys for a launch whose programs share work tiles, if these are faster.
 
     An SM has room for the shared memory of one program with tiles of 128 keys and 2 stages, so that two programs per SM
     run one after the other. With tiles of 64 keys and 3 stages, 1 x 4096 takes 11.3 us instead of 12.1, 1 x 32768 49.4
-    instead of 51.5 and 16 x 8192 177 instead of 180 (H100, `benchmarks/decode.py`, 32/8 heads of 128). `kv_bytes`: the
-    bytes of keys and values.
+    instead of 51.5 and 16 x 8192 177 instead of 180 (H100, `benchmarks/decode.py`, 32/8 heads of 128). They are taken
+    if one program per SM divides the work tiles evenly.
+
+    An SM keeps its split between shared memory and L1 while launches overlap, so the loads of the linear layers after
+    attention have little room if attention takes much. For heads of 64, the programs that fit on an SM take 213 KiB
+    with tiles of 128 keys and 3 stages, and 63 with 64 keys and 2 stages. The latter are taken for up to 8192 keys in
+    order, with a block list or lengths, and fewer than 16 work tiles. With 1000 of 8192 keys, a layer of Llama-3.2-1B
+    then takes 40.5 us instead of 44.4. Attention alone takes 5.8 us instead of 6.5 with a mask, and 5.5 instead of 5.9
+    with a length. With a length of 4096, it takes 7.9 us instead of 7.8 (H200).
+
+    Args:
+        tiles: the tiles of `tiles_for`.
+        space: the tile space with these tiles.
+        query: the query.
+        kv_bytes: the bytes of keys and values.
+        paged: whether keys are in pages. Narrow heads in pages keep their tiles, as others were not measured.
     """
     work_tiles, sms = space.groups * space.work_tiles, multiprocessors(query.device)
     shares_work_tiles = space.split and not space.chunk and not space.row_groups
@@ -124,10 +138,15 @@ def shortened(tiles: Tiles, space: TileSpace, query: Tensor, kv_bytes: int) -> T
     # Ragged lengths gain from programs that wait for an SM: 8 of 1k to 64k take 237 us, and 249 with one per SM.
     ragged = space.has_lens and space.groups > 1
     large = kv_bytes > gpu_rates(query.device).short_tiles_most_bytes
-    if not shares_work_tiles or ragged or large or tiles != Tiles(16, 128, 4, 2, 2) or query.shape[3] <= 64:
+    if not shares_work_tiles or ragged or large:
         return tiles
-    if space.has_block_list and work_tiles < 16:
-        return Tiles(16, 64, 4, 2, 2)  # 1 x 4096: 12.1 us, and 13.1 with 3 stages
+    two_stages, narrow_heads, few = Tiles(16, 64, 4, 2, 2), query.shape[3] <= 64, work_tiles < 16
+    if narrow_heads and tiles == Tiles(16, 128, 4, 3, 2) and not paged and space.kv_len <= 8192:
+        return two_stages if few and (space.has_block_list or space.has_lens) else tiles
+    if narrow_heads or tiles != Tiles(16, 128, 4, 2, 2):
+        return tiles
+    if space.has_block_list and few:
+        return two_stages  # 1 x 4096: 12.1 us, and 13.1 with 3 stages
     return Tiles(16, 64, 4, 3) if sms % work_tiles < 0.1 * sms and work_tiles <= sms else tiles
 
 

@@ -112,6 +112,7 @@ GROUPS: dict[str, list[Variant]] = {
     "many rows": shapes("bfloat16", (128,), (32, 64, 128), {}, LENS, PER_SEQUENCE),
     "head_dim": [
         *shapes("bfloat16", (64, 80, 192, 256, 512), (4,), {}, LENS),
+        (("bfloat16", 64, 4), {**LENS, "tiles": (16, 64, 4, 2, 2)}),
         *shapes("bfloat16", (64, 256, 512), (64,), {}),
     ],
     "head_dim, listed": [

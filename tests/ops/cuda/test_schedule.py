@@ -348,9 +348,40 @@ def test_tiles_are_shortened_where_programs_share_work_tiles(
     monkeypatch.setattr(decode_grid, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(decode_grid, "gpu_rates", lambda device: GpuRates(short_tiles_most_bytes=1e6))
     space = replace(TileSpace(1, 8, 4096, 8, 1, 1, 264, 16, 128), **changes)
-    assert decode_grid.shortened(tiles, space, torch.empty(1, 32, 1, 128), 1_000_000) == chosen
-    assert decode_grid.shortened(tiles, space, torch.empty(1, 32, 1, 128), 1_000_001) == tiles
-    assert decode_grid.shortened(tiles, space, torch.empty(1, 32, 1, 64), 1_000_000) == tiles
+    assert decode_grid.shortened(tiles, space, torch.empty(1, 32, 1, 128), 1_000_000, paged=False) == chosen
+    assert decode_grid.shortened(tiles, space, torch.empty(1, 32, 1, 128), 1_000_000, paged=True) == chosen
+    assert decode_grid.shortened(tiles, space, torch.empty(1, 32, 1, 128), 1_000_001, paged=False) == tiles
+    assert decode_grid.shortened(tiles, space, torch.empty(1, 32, 1, 64), 1_000_000, paged=False) == tiles
+
+
+TILES_OF_64, HALF_TILES = Tiles(16, 128, 4, 3, 2), Tiles(16, 64, 4, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "changes, dim, paged, chosen",
+    [
+        ({"has_block_list": True}, 64, False, HALF_TILES),
+        ({"has_block_list": True, "work_tiles": 15}, 32, False, HALF_TILES),
+        ({"has_lens": True}, 64, False, HALF_TILES),
+        ({"has_lens": True, "kv_len": 8192}, 64, False, HALF_TILES),
+        ({"has_lens": True, "kv_len": 8193}, 64, False, TILES_OF_64),
+        ({"has_lens": True}, 64, True, TILES_OF_64),
+        ({"has_lens": True, "groups": 2}, 64, False, TILES_OF_64),
+        ({"has_block_list": True, "work_tiles": 16}, 64, False, TILES_OF_64),
+        ({"has_block_list": True, "max_and_sum": True}, 64, False, TILES_OF_64),
+        ({"has_block_list": True, "programs": 8}, 64, False, TILES_OF_64),  # whole work tiles
+        ({}, 64, False, TILES_OF_64),
+        ({"has_lens": True}, 128, False, TILES_OF_64),  # of keys in 8 bits
+    ],
+)
+def test_tiles_of_narrow_heads_leave_room_for_the_l1(
+    changes: dict[str, Any], dim: int, paged: bool, chosen: Tiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_grid, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(decode_grid, "gpu_rates", lambda device: GpuRates())
+    space = replace(TileSpace(1, 8, 4096, 8, 1, 1, 264, 16, 128), **changes)
+    query = torch.empty(1, 32, 1, dim)
+    assert decode_grid.shortened(TILES_OF_64, space, query, 1_000_000, paged) == chosen
 
 
 TWO_STAGES = Tiles(16, 64, 4, 2, 3, registers=160)
