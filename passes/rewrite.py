@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from tatten.passes.apply_match import apply_match
 from tatten.passes.attention import Attention, find_attention, find_nested, read_attention
 from tatten.passes.calls import calls_ops
+from tatten.passes.counters import apply_counters, find_counters
 from tatten.passes.describe import declined
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN
 from tatten.passes.find_index_scores import IndexerScores, find_index_scores
@@ -42,6 +43,7 @@ def rewrite(
     fuses: bool = False,
     batch_invariant: bool = False,
     linears: bool = False,
+    counters: bool = False,
 ) -> GraphReport:
     """Rewrite a Dynamo or export graph in place: each call that a pass matches becomes a tatten op.
 
@@ -58,6 +60,7 @@ def rewrite(
         batch_invariant: whether each call becomes an op with `batch_invariant=True` if an op can compute it so, even
             if that doesn't pay.
         linears: whether linear layers of few rows become ops of tatten, if the graph calls one.
+        counters: whether a graph that calls an op of tatten adds to all counters at once.
 
     Returns:
         The findings for the calls, the time that the passes took, and a note on all other changes.
@@ -67,7 +70,7 @@ def rewrite(
     before = Snapshot(gm.graph)
     while True:
         try:
-            run = Run(max_q_len, may_guard, fuses, batch_invariant, linears, Masks(), movers(gm.graph))
+            run = Run(max_q_len, may_guard, fuses, batch_invariant, linears, counters, Masks(), movers(gm.graph))
             findings, note = _run_passes(gm, run, failed)
             if note or any(isinstance(finding, Rewritten) for finding in findings):
                 gm.recompile()
@@ -95,6 +98,8 @@ def _run_passes(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> tu
     handled = {*attention.written_out.values(), *attention.flex}
     others = [] if errors else or_nothing(lambda: [*find_other_attention(gm.graph, handled)], errors)
     nested = find_nested(gm, errors)
+    # Before calls are rewritten: the values of nodes that an edit inserts are unknown, and might be counters.
+    counters = or_nothing(lambda: find_counters(gm.graph, run.movers), errors) if run.counters else []
     findings = [failed.get(node.name) or _rewrite_call(node, attention, run) for node in attention.nodes]
     selections = or_nothing(lambda: find_top_k(gm.graph), errors)
     unsorted = _edit_each(selections, lambda x: x.node, apply_top_k, failed, errors)
@@ -104,9 +109,12 @@ def _run_passes(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> tu
     linears = or_nothing(lambda: _find_linears(gm, run, errors), errors)
     launches = _edit_each(linears, lambda x: x.layers[0].node, _apply_linears, failed, errors)
     layers = sum(len(x.layers) for x in linears if x.layers[0].node.name not in failed)
+    counters = counters if calls_ops(gm) else []
+    counts = _edit_each(counters, lambda x: x.additions[-1], apply_counters, failed, errors)
     notes = [f"{counted(moved, 'full cache')} of sliding windows moved in place"] if moved else []
     notes += [f"{counted(unsorted, 'selection')} of keys without a sort"] if unsorted else []
     notes += [f"{counted(layers, 'linear layer')} in {counted(launches, 'launch', 'es')}"] if launches else []
+    notes += [f"{counted(len(counters[0].additions), 'counter')} in one launch"] if counts else []
     return [*findings, *others, *nested, *scores, *errors], "; ".join(notes)
 
 

@@ -20,6 +20,7 @@ class Run:
         fuses: whether the graph's compiler is Inductor, which fuses attention that is written out and looks into ops.
         batch_invariant: whether each call that can becomes an op with `batch_invariant=True`, even if that doesn't pay.
         linears: whether linear layers of few rows become ops of tatten in graphs that call one.
+        counters: whether such graphs add to all counters at once.
         masks: the nodes that were computed from masks, and the drafts.
         movers: the nodes that change a tensor's memory or shape in place.
     """
@@ -29,5 +30,6 @@ class Run:
     fuses: bool
     batch_invariant: bool
     linears: bool
+    counters: bool
     masks: Masks
     movers: Sequence[Node]

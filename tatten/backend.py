@@ -44,6 +44,7 @@ def tatten(
         fuses=tatten_options.inner == "inductor",
         batch_invariant=tatten_options.batch_invariant,
         linears=tatten_options.decode and not option("max_autotune", inner_options),  # the user's choice of kernels
+        counters=tatten_options.decode,
     )
     needs_ops = calls_ops(gm)  # before compilation, which may change the graph
     if tatten_options.decode and needs_ops:

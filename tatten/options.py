@@ -21,8 +21,8 @@ class Options:
         inner: the backend that compiles the rewritten graph: "inductor", or any that Dynamo knows.
         max_q_len: an SDPA call with more queries per sequence counts as a prefill and is left unchanged.
         batch_invariant: attention of a sequence has the same bits whatever else is in the batch.
-        decode: make decode steps on a GPU faster: by options of Inductor (`decode_options`), and by
-            `tatten::skinny_linear` and `tatten::fused_linear` for linear layers of few rows.
+        decode: make decode steps on a GPU faster: by options of Inductor (`decode_options`), by one launch for all
+            counters, and by `tatten::skinny_linear` and `tatten::fused_linear` for linear layers of few rows.
     """
 
     inner: str = "inductor"

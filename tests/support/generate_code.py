@@ -217,6 +217,11 @@ def stored_and_read(new, cache, at):
     return cache, cache.float() * 3
 
 
+def counters(x, *counts):
+    # As AOTAutograd leaves additions in place: the additions, and then copies.
+    return x * 2, *torch.ops.aten._foreach_add.Scalar(counts, 1)
+
+
 def rotary(q, k, v, cos, sin, key, value, at):
     def rotated(x):
         first, second = x.chunk(2, -1)
@@ -445,6 +450,7 @@ cases = {
     ),
     "large": (plain, [((64, 32, 1, 128), bf16), *[((64, 8, 2048, 128), bf16)] * 2]),
     "selection": (selection, [((2, 1, 131072), torch.float32)]),
+    "counters": (counters, [((8,), bf16), *[((), torch.int64)] * 2, ((1, 1), torch.int64)]),
     "stored and read": (stored_and_read, [((1, 8, 1, 64), bf16), ((1, 8, 96, 64), bf16), ((1,), torch.int64)]),
     "rotary": (
         rotary,

@@ -279,24 +279,24 @@ def test_option_decode_computes_the_same_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    "options, linears",
-    [({}, False), ({"decode": True}, True), ({"decode": True, "max_autotune": True}, False)],
+    "options, linears, counters",
+    [({}, False, False), ({"decode": True}, True, True), ({"decode": True, "max_autotune": True}, False, True)],
     ids=str,
 )
-def test_option_decode_replaces_linear_layers(
-    options: dict[str, object], linears: bool, monkeypatch: pytest.MonkeyPatch
+def test_option_decode_replaces_linear_layers_and_joins_counters(
+    options: dict[str, object], linears: bool, counters: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`max_autotune` chooses their kernels instead."""
-    asked: list[bool] = []
+    """`max_autotune` chooses the kernels of linear layers instead."""
+    asked: list[tuple[bool, bool]] = []
     original = backend.rewrite
 
     def spy(*args: Any, **kwargs: Any) -> Any:
-        asked.append(kwargs["linears"])
+        asked.append((kwargs["linears"], kwargs["counters"]))
         return original(*args, **kwargs)
 
     monkeypatch.setattr(backend, "rewrite", spy)
     torch.compile(lambda x: x + 1, backend="tatten", options=options)(torch.ones(3))
-    assert asked == [linears]
+    assert asked == [(linears, counters)]
 
 
 def test_option_decode_sets_inductors_options_for_graphs_with_attention(monkeypatch: pytest.MonkeyPatch) -> None:

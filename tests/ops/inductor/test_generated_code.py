@@ -87,6 +87,7 @@ RUNS: list[tuple[str, bool, dict[str, bool]]] = [
     *((case, lowered, {}) for case, lowered, _ in STAY_OPAQUE),
     ("stored and read", True, EARLY),
     ("stored and read", False, EARLY),
+    ("counters", True, EARLY),
     ("rotary", True, EARLY),
     ("rotary", True, EARLY | COMBINED),
     *(
@@ -284,6 +285,13 @@ def test_kernels_wait_before_they_read_what_was_written_in_place() -> None:
     """Inductor alone lets a kernel read a cache before the kernel that writes to it has ended."""
     assert accesses_before_a_wait(generate("stored and read", False, **EARLY)[0])
     assert not accesses_before_a_wait(generate("stored and read", True, **EARLY)[0])
+
+
+def test_counters_share_a_launch_that_waits() -> None:
+    """Kernels before it may still read the counters."""
+    code, _ = generate("counters", True, **EARLY)
+    assert not accesses_before_a_wait(code)
+    assert sorted(re.findall(r"^ +triton_(\w+?)_fused_\w+\.run\(", code, re.M)) == ["for", "poi"]
 
 
 def test_kernels_of_a_rotary_embedding_are_combined() -> None:

@@ -1,0 +1,110 @@
+"""Add to all counters of a decode step at once: the lengths of a cache's layers, and those that `generate` keeps.
+
+Inductor launches a kernel for each `length.add_(1)`, and one for all by `torch._foreach_add_`. On an H200, those of 31
+layers take 23 us of a token of Llama-3.1-8B, and the one launch takes 1.7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from tatten.ops.moved import moved
+from tatten.passes.calls import op_name
+from tatten.passes.mutation import may_alias
+from tatten.passes.replace import Inserter
+from tatten.passes.symbolic import FakeTensor, constant, known_tensor, tensor_of
+
+ON_DEVICES = {"cuda"}  # on a CPU there are no launches to save
+INTEGERS = (torch.int32, torch.int64)
+# Parts of the names of functions after which a graph does not show all that counts: transforms of torch.func keep
+# tensors that a later node reads, and modes and streams belong to the place of an addition.
+HIDING = ("increment_nesting", "_enter_inference_mode", "stream", "event")
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Additions of one number to several counters. No node between an addition and the last one uses its counter.
+
+    Attributes:
+        additions: the nodes `counter.add_(number)`, in order.
+        number: the number.
+    """
+
+    additions: tuple[Node, ...]
+    number: int
+
+
+def find_counters(graph: Graph, movers: Sequence[Node]) -> list[Counters]:
+    """Find additions that can be made where the last one is made: one match, or none if there are fewer than two.
+
+    Args:
+        graph: a Dynamo graph.
+        movers: the result of `tatten.passes.mutation.movers` for the graph.
+    """
+    if movers or any(_hides(node) for node in graph.nodes):
+        return []
+    additions, number = list[Node](), 0
+    used: dict[Node, None] = {}  # the inputs of the nodes from this one to the last addition
+    for node in reversed(graph.nodes):
+        if node.op == "call_module":  # it may use anything
+            break
+        added = _added(node)
+        fits = not additions or (added == number and _in_stream_of(node, additions[0]))
+        if added is not None and fits and not _share_memory(used, node.args[0]):
+            additions.append(node)
+            number = added
+        if additions:
+            used.update(dict.fromkeys(node.all_input_nodes))
+    if len(additions) < 2:
+        return []
+    if not hasattr(torch, "_foreach_add_"):
+        moved("torch._foreach_add_", "it is missing", "each counter is added to by a launch of its own")
+        return []
+    return [Counters(tuple(additions[::-1]), number)]
+
+
+def _hides(node: Node) -> bool:
+    name = getattr(node.target, "__name__", str(node.target))
+    return node.op == "call_function" and any(part in name for part in HIDING)
+
+
+def _in_stream_of(node: Node, other: Node) -> bool:
+    """Return True if both nodes are in the same stream, which Dynamo (PyTorch 2.13) notes beside them."""
+    return node.meta.get("custom") == other.meta.get("custom")
+
+
+def _added(node: Node) -> int | None:
+    """Return the Python integer that a node adds to a counter, or None.
+
+    A counter is an integer tensor of one element that is an input of the graph.
+    """
+    if op_name(node) != "add_" or len(node.args) != 2 or node.kwargs or node.users:
+        return None
+    counter, number = node.args
+    tensor = tensor_of(counter)
+    if not isinstance(counter, Node) or counter.op != "placeholder" or type(number) is not int:
+        return None
+    # A tensor of another class, such as a DTensor, may do anything.
+    if not isinstance(tensor, FakeTensor) or tensor.dtype not in INTEGERS or constant(tensor.numel()) != 1:
+        return None
+    return number if tensor.device.type in ON_DEVICES else None
+
+
+def _share_memory(nodes: Iterable[Node], counter: Any) -> bool:
+    """Return True if one of the nodes may share the memory of a counter."""
+    tensors = [known_tensor(counter)]
+    return any(may_alias(node, tensors) for node in nodes)
+
+
+def apply_counters(counters: Counters) -> None:
+    """Replace the additions by one, at the place of the last."""
+    *others, last = counters.additions
+    with last.graph.inserting_before(last):
+        Inserter(last)(torch._foreach_add_, [x.args[0] for x in counters.additions], counters.number)
+    for node in (*others, last):
+        last.graph.erase_node(node)
