@@ -36,8 +36,8 @@ Scales = tuple[Tensor | None, Tensor | None]  # of keys and of values, each per 
 
 def decode_attention(call: AttentionCall) -> State:
     query, (stored,) = call.query, call.segments
-    every_key = stored.indices is None and stored.kv_lens is None and stored.block_table is None
-    if call.plain and every_key and call.provider in ("auto", "cpu"):
+    in_order = stored.indices is None and stored.block_table is None
+    if call.plain and in_order and call.provider in ("auto", "cpu"):
         state = attend_at_once(query, stored, call.scale)
         if state is not None:
             return state

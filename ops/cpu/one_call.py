@@ -16,11 +16,11 @@ from tatten.ops.validation import FLOAT_DTYPES
 
 
 def attend_at_once(query: Tensor, stored: KeyValue, scale: float | None) -> State | None:
-    """Return the state over all keys, or over one span that a bool mask leaves to all sequences and queries alike.
+    """Return the state over all keys, or over one span that a length or a bool mask leaves to all queries alike.
 
     The result is None if a check fails or the kernel needs help; nothing raises, and no tensor was written.
     """
-    key, value, attn_mask, _, block_mask, _, key_scale, value_scale, *_ = stored
+    key, value, attn_mask, kv_lens, block_mask, _, key_scale, value_scale, *_ = stored
     shape, kv_shape, dtype = query.shape, key.shape, query.dtype
     if not (
         len(shape) == len(kv_shape) == 4
@@ -43,16 +43,17 @@ def attend_at_once(query: Tensor, stored: KeyValue, scale: float | None) -> Stat
     q_rows = q_heads // kv_heads * q_len
     if dtype.itemsize == 2 and q_rows >= thresholds.CPU.packed_rows:
         return None
-    if attn_mask is not None:
-        span = None if block_mask is None else _span_of_all(attn_mask, block_mask, batch, length)
-        if span is None:
-            return None
-        start, stop = span
-        if stop - start < length:
-            length = stop - start
-            key, value = key[:, :, start:stop], value[:, :, start:stop]
-    elif block_mask is not None:
+    span: tuple[int, int] | None = None
+    if attn_mask is None and block_mask is None:
+        span = (0, length) if kv_lens is None else _span_of_one_length(kv_lens, batch, length)
+    elif attn_mask is not None and block_mask is not None and kv_lens is None:
+        span = _span_of_all(attn_mask, block_mask, batch, length)
+    if span is None:
         return None
+    start, stop = span
+    if stop - start < length:
+        length = stop - start
+        key, value = key[:, :, start:stop], value[:, :, start:stop]
     if splits_of(key, value) > 1:
         return None
     rows_shape: tuple[int, ...] = (batch, kv_heads, q_rows, head_dim)
@@ -81,3 +82,11 @@ def _span_of_all(attn_mask: Tensor, block_mask: Tensor, batch: int, kv_len: int)
     first = spans[0]
     start, stop, full = first
     return (start, stop) if full and start < stop and spans.count(first) == len(spans) else None
+
+
+def _span_of_one_length(kv_lens: Tensor, batch: int, kv_len: int) -> tuple[int, int] | None:
+    """Return the span of the first keys if all sequences have as many of them, or None."""
+    if kv_lens.dtype not in (torch.int32, torch.int64) or kv_lens.shape != (batch,) or not kv_lens.is_cpu:
+        return None
+    lens = kv_lens.tolist()
+    return (0, lens[0]) if 0 < lens[0] <= kv_len and lens.count(lens[0]) == batch else None

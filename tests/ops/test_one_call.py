@@ -36,9 +36,15 @@ def mask_of(batch: int, length: int, start: int, stop: int) -> Tensor:
 
 
 def attend_at_once(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, block_mask: Tensor | None, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    block_mask: Tensor | None,
+    scale: float | None,
+    kv_lens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    return one_call.attend_at_once(query, KeyValue(key, value, mask, block_mask=block_mask), scale)
+    return one_call.attend_at_once(query, KeyValue(key, value, mask, kv_lens, block_mask), scale)
 
 
 def assert_exact(state: tuple[Tensor, Tensor] | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None):
@@ -72,6 +78,34 @@ def test_the_span_that_all_attend_to(rows: int, start: int, stop: int, heads: tu
         x[:, :, :start] = x[:, :, stop:] = torch.nan
     state = attend_at_once(query, *unread, mask, key_spans(mask), None)
     assert_exact(state, query, key, value, mask)
+
+
+@pytest.mark.parametrize("layout", ["heads_first", "length_first"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("n", [1, 17, 40])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_one_length_of_all(batch: int, n: int, dtype: torch.dtype, heads: tuple[int, int], layout: str) -> None:
+    query, key, value = inputs(batch, heads, layout=layout)
+    unread = key.clone(), value.clone()
+    for x in unread:
+        x[:, :, n:] = torch.nan
+    state = attend_at_once(query, *unread, None, None, None, torch.full((batch,), n, dtype=dtype))
+    assert_exact(state, query, key, value, mask_of(batch, 40, 0, n))
+
+
+def test_lengths_that_are_left_to_the_general_path() -> None:
+    """Which narrows masks, or raises an error that names the lengths."""
+    query, key, value = inputs()
+    mask = mask_of(2, 40, 0, 10)
+    others = [[3, 4], [0, 0], [-1, -1], [41, 41], [7], [7, 7, 7], [[7, 7]]]
+    lengths = [*map(torch.tensor, others), torch.tensor([7.0, 7.0]), torch.tensor([7, 7], dtype=torch.int16)]
+    lengths.append(torch.tensor([7, 7], device="meta"))
+    assert all(attend_at_once(query, key, value, None, None, None, x) is None for x in lengths)
+    given = torch.tensor([7, 7])
+    assert attend_at_once(query, key, value, None, None, None, given) is not None
+    assert attend_at_once(query, key, value, mask, key_spans(mask), None, given) is None
+    assert attend_at_once(query, key, value, None, key_spans(mask), None, given) is None
 
 
 def test_what_is_left_to_the_general_path(monkeypatch: pytest.MonkeyPatch) -> None:
