@@ -15,15 +15,15 @@ from torch.fx import Graph, Node
 
 from tatten.ops.moved import moved
 from tatten.passes.calls import op_name
-from tatten.passes.mutation import may_alias
+from tatten.passes.mutation import enters_inference_mode, may_alias
 from tatten.passes.replace import Inserter
+from tatten.passes.rows import INTEGERS
 from tatten.passes.symbolic import FakeTensor, constant, known_tensor, tensor_of
 
 ON_DEVICES = {"cuda"}  # on a CPU there are no launches to save
-INTEGERS = (torch.int32, torch.int64)
 # Parts of the names of functions after which a graph does not show all that counts: transforms of torch.func keep
-# tensors that a later node reads, and modes and streams belong to the place of an addition.
-HIDING = ("increment_nesting", "_enter_inference_mode", "stream", "event")
+# tensors that a later node reads, and a stream belongs to the place of an addition.
+HIDING = ("increment_nesting", "stream", "event")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def find_counters(graph: Graph, movers: Sequence[Node]) -> list[Counters]:
         graph: a Dynamo graph.
         movers: the result of `tatten.passes.mutation.movers` for the graph.
     """
-    if movers or any(_hides(node) for node in graph.nodes):
+    if movers or enters_inference_mode(graph) or any(_hides(node) for node in graph.nodes):
         return []
     additions, number = list[Node](), 0
     used: dict[Node, None] = {}  # the inputs of the nodes from this one to the last addition

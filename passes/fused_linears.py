@@ -21,7 +21,14 @@ from torch.nn import Parameter
 
 from tatten.ops.fused_linear import MOST_FEATURES, MOST_GATED_FEATURES
 from tatten.passes.calls import argument, op_name
-from tatten.passes.mutation import inactive_dropout, may_alias, writes, written_between, written_in
+from tatten.passes.mutation import (
+    enters_inference_mode,
+    inactive_dropout,
+    may_alias,
+    writes,
+    written_between,
+    written_in,
+)
 from tatten.passes.norms import Norm, factors_of, keeps_all, norm_at
 from tatten.passes.op_names import CASTS
 from tatten.passes.replace import Inserter, erase_unused_of
@@ -106,8 +113,7 @@ def find_fused_groups(graph: Graph, groups: Sequence[LinearGroup], movers: Seque
     fused = [x for x in (_around(group) for group in groups if _takes(group)) if x is not None]
     pays = any(x.gate is not None or x.residual is not None for x in fused)
     # Results of layers in inference mode may be read outside of it, where gradients are on.
-    moves = bool(movers) or any(getattr(x.target, "__name__", "") == "_enter_inference_mode" for x in graph.nodes)
-    written = written_in(graph) if pays and not moves else None
+    written = written_in(graph) if pays and not movers and not enters_inference_mode(graph) else None
     if written is None:
         return []
     launched = _launched(graph)

@@ -122,6 +122,11 @@ def mover_of(call: Node, among: Sequence[Node]) -> Node | None:
     return None
 
 
+def enters_inference_mode(graph: Graph) -> bool:
+    """Return True if a graph enters inference mode: moving a node into that mode or out of it would change the node."""
+    return any(getattr(node.target, "__name__", "") == "_enter_inference_mode" for node in graph.nodes)
+
+
 def _in_place(node: Node) -> tuple[OpOverload, ...]:
     target = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "").split(".")[0]
