@@ -120,9 +120,10 @@ def shortened(tiles: Tiles, space: TileSpace, query: Tensor, kv_bytes: int, page
     An SM keeps its split between shared memory and L1 while launches overlap, so the loads of the linear layers after
     attention have little room if attention takes much. For heads of 64, the programs that fit on an SM take 213 KiB
     with tiles of 128 keys and 3 stages, and 63 with 64 keys and 2 stages. The latter are taken for up to 8192 keys in
-    order, with a block list or lengths, and fewer than 16 work tiles. With 1000 of 8192 keys, a layer of Llama-3.2-1B
-    then takes 40.5 us instead of 44.4. Attention alone takes 5.8 us instead of 6.5 with a mask, and 5.5 instead of 5.9
-    with a length. With a length of 4096, it takes 7.9 us instead of 7.8 (H200).
+    order, with a block list or lengths, and fewer than 16 work tiles, on GPUs with the shared memory of Hopper. With
+    1000 of 8192 keys, a layer of Llama-3.2-1B then takes 40.5 us instead of 44.4. Attention alone takes 5.8 us instead
+    of 6.5 with a mask, and 5.5 instead of 5.9 with a length. With a length of 4096, it takes 7.9 us instead of 7.8
+    (H200).
 
     Args:
         tiles: the tiles of `tiles_for`.
@@ -140,10 +141,12 @@ def shortened(tiles: Tiles, space: TileSpace, query: Tensor, kv_bytes: int, page
     large = kv_bytes > gpu_rates(query.device).short_tiles_most_bytes
     if not shares_work_tiles or ragged or large:
         return tiles
-    two_stages, narrow_heads, few = Tiles(16, 64, 4, 2, 2), query.shape[3] <= 64, work_tiles < 16
-    if narrow_heads and tiles == Tiles(16, 128, 4, 3, 2) and not paged and space.kv_len <= 8192:
-        return two_stages if few and (space.has_block_list or space.has_lens) else tiles
-    if narrow_heads or tiles != Tiles(16, 128, 4, 2, 2):
+    two_stages, few = Tiles(16, 64, 4, 2, 2), work_tiles < 16
+    if query.shape[3] <= 64:
+        some_keys = (space.has_block_list or space.has_lens) and not paged and space.kv_len <= 8192
+        leaves_room = some_keys and few and has_large_shared_memory(query.device)
+        return two_stages if leaves_room and tiles == Tiles(16, 128, 4, 3, 2) else tiles
+    if tiles != Tiles(16, 128, 4, 2, 2):
         return tiles
     if space.has_block_list and few:
         return two_stages  # 1 x 4096: 12.1 us, and 13.1 with 3 stages
