@@ -66,4 +66,18 @@ class CompiledFunction:
             return None
 
 
+def in_dispatch_mode() -> bool:
+    """Return True under a `TorchDispatchMode`, where PyTorch (2.13) compiles nothing. Return False if that is unknown.
+
+    A compiled call would raise an error there, and leave the setting `automatic_dynamic_shapes` of Dynamo off.
+    """
+    try:
+        from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+        return is_in_torch_dispatch_mode(include_infra_modes=False)
+    except Exception as error:  # of any kind: it's private API
+        moved("torch.utils._python_dispatch.is_in_torch_dispatch_mode", error, "the decode loop runs under any mode")
+        return False
+
+
 Calls = list[tuple[CompiledFunction, tuple[Any, ...]]]  # functions, each with its arguments

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from tatten.integrations.transformers.config import longrope_length
 from tatten.integrations.transformers.loop.cache import static_cache
 from tatten.integrations.transformers.loop.call import is_missing, longest_text, text_length
+from tatten.integrations.transformers.loop.compiled_function import in_dispatch_mode
 from tatten.integrations.transformers.loop.generate_call import Dropped, drafts_of, is_users_cache, moved_method
 from tatten.integrations.transformers.loop.processors import unsupported_processor
 
@@ -89,6 +90,8 @@ def _mode(config: GenerationConfig, dropped: Dropped) -> str | None:
         return "with `synced_gpus` the host looks at every step, so that ranks stop together"
     if config.disable_compile:
         return "`disable_compile` is True"
+    if in_dispatch_mode():
+        return "a dispatch mode, such as FlopCounterMode, is active, and PyTorch compiles nothing under it"
     return None
 
 
