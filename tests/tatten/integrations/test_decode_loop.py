@@ -770,13 +770,14 @@ class OnGpu:
 
 
 def test_the_reason_why_steps_are_not_captured() -> None:
-    """The steps of an encoder-decoder run in the loop, but read another encoder's output in each call."""
+    """With a user's cache, the steps of an encoder-decoder read another encoder's output in each call."""
     call: Any = Holder()
     call.ids = OnGpu()
     source = transformers.modeling_outputs.BaseModelOutput(torch.zeros(1, 3, 8))
-    assert prepared._not_captured(call, {"options": None}, {"use_cache": True}) is None
-    assert "an encoder's output" in str(prepared._not_captured(call, {"options": None}, {"encoder_outputs": source}))
-    assert "of Inductor" in str(prepared._not_captured(call, {"options": {"triton.cudagraphs": True}}, {}))
+    assert prepared._not_captured(call, {"options": None}, None, {"use_cache": True}) is None
+    inputs = {"encoder_outputs": source}
+    assert "an encoder's output" in str(prepared._not_captured(call, {"options": None}, None, inputs))
+    assert "of Inductor" in str(prepared._not_captured(call, {"options": {"triton.cudagraphs": True}}, None, {}))
     loop = DecodeLoop()
     assert torch.equal(*both(build("t5"), loop, prompts(1)[0], min_new_tokens=4, max_new_tokens=5))
     assert loop.reason is None

@@ -19,8 +19,8 @@ def capacity_for(length: int) -> int:
     return max(LEAST_CAPACITY, 1 << (length - 1).bit_length())
 
 
-def static_cache(model: PreTrainedModel, capacity: int, like: Cache) -> Cache:
-    """Make a static cache in place of `like`, the cache that `generate` made.
+def static_cache(model: PreTrainedModel, capacity: int) -> Cache:
+    """Make a static cache for the self-attention of a model's decoder.
 
     Layers with windows keep all tokens, too. The model's masks exclude tokens outside the window, and tatten does not
     read them. A static sliding-window layer would need three graphs, as its code depends on a length on the host, and
@@ -31,21 +31,20 @@ def static_cache(model: PreTrainedModel, capacity: int, like: Cache) -> Cache:
         StaticLayer(max_cache_len=capacity) if type(layer) is StaticSlidingWindowLayer else layer
         for layer in static.layers
     ]
+    return static
+
+
+def cache_for_prefill(decoder: Cache, like: Cache) -> Cache:
+    """Return an empty cache for a prefill in place of `like`, the cache that `generate` made.
+
+    Args:
+        decoder: the cache of the decoder's self-attention, which is cleared.
+        like: stays empty for the loop of `generate`, which runs if the step does not compile.
+    """
+    decoder.reset()
     if not isinstance(like, EncoderDecoderCache):
-        return static
-    # A copy: `like` must stay empty for the loop of `generate`, which runs if the step does not compile.
-    return EncoderDecoderCache(static, copy.deepcopy(like.cross_attention_cache))
-
-
-def empty(cache: Cache, like: Cache) -> None:
-    """Remove all tokens from a cache of `static_cache`, and the source of an encoder-decoder."""
-    if not isinstance(cache, EncoderDecoderCache):
-        cache.reset()
-        return
-    assert isinstance(like, EncoderDecoderCache)
-    cache.self_attention_cache.reset()
-    cache.cross_attention_cache = copy.deepcopy(like.cross_attention_cache)
-    cache.is_updated = dict(like.is_updated)
+        return decoder
+    return EncoderDecoderCache(decoder, copy.deepcopy(like.cross_attention_cache))
 
 
 def decoder_cache(cache: Cache) -> Cache:

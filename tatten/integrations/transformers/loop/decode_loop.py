@@ -175,7 +175,8 @@ class DecodeLoop:
         if step.assistant is not None:
             step.assistant.read_prompt(call)
         reader = Reader(step.state, self._steps_ahead(cache, owns_cache, call, on_gpu), streamer, first)
-        inputs, limit = call.constant_inputs(), call.time_limit()
+        inputs = call.constant_inputs() if step.source is None else step.source.inputs
+        limit = call.time_limit()
         generator = torch.cuda.default_generators[call.ids.device.index] if on_gpu else None
         offset, launched = 0, 0  # local variables: a call by a streamer overwrites the attribute
         with decoding(call.model):
@@ -198,7 +199,7 @@ class DecodeLoop:
         if not call.config.return_dict_in_generate:
             return sequences
         if owns_cache:  # the caller gets the cache, so later calls must not write to it
-            for key in [key for key, x in steps.items() if x.cache is cache]:
+            for key in [key for key in steps if key[0] == cache_key]:
                 del steps[key]
             if surplus:
                 decoder_cache(cache).crop(-surplus)

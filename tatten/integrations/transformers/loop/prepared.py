@@ -14,7 +14,13 @@ from transformers import Cache, EncoderDecoderCache
 from tatten.caches.static_address import mark_static
 from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.assistant import Assistant, first_draft, next_draft
-from tatten.integrations.transformers.loop.cache import capacity_for, decoder_layers, empty, static_cache
+from tatten.integrations.transformers.loop.cache import (
+    cache_for_prefill,
+    capacity_for,
+    decoder_cache,
+    decoder_layers,
+    static_cache,
+)
 from tatten.integrations.transformers.loop.call import GenerateCall, initial_state
 from tatten.integrations.transformers.loop.capture import Runner
 from tatten.integrations.transformers.loop.compiled_function import Calls, CompiledFunction
@@ -23,6 +29,7 @@ from tatten.integrations.transformers.loop.fingerprint import leaves, numbers_of
 from tatten.integrations.transformers.loop.generate_call import is_users_cache
 from tatten.integrations.transformers.loop.lookup import lookup_step
 from tatten.integrations.transformers.loop.processors import rules
+from tatten.integrations.transformers.loop.source import Source, layout, slots_for
 from tatten.integrations.transformers.loop.step import StepState, decode_step
 from tatten.integrations.transformers.loop.verify import verify
 
@@ -37,6 +44,7 @@ class PreparedStep:
     cache: weakref.ref[Cache] | Cache  # a user's cache is not kept alive
     runner: Runner
     assistant: Assistant | None = None
+    source: Source | None = None
 
     def uses(self, cache: Cache, draft: nn.Module | None) -> bool:
         """Return True if the step uses this cache and this draft model, and did not fail."""
@@ -50,21 +58,42 @@ Steps = OrderedDict[tuple[object, ...], PreparedStep]  # the first part of a key
 
 
 def cache_for(call: GenerateCall, steps: Steps) -> tuple[Cache, tuple[object, ...]]:
-    """Return a cache and its key. It is the user's cache, the cleared cache of an earlier call, or a new cache."""
+    """Return a cache for a prefill, and the key of its step's cache.
+
+    It is the user's cache, the cleared cache of an earlier call, or a new cache.
+    """
     like, batch, mode = call.inputs[CACHE], len(call.ids), modes(call.ids.device)
     if is_users_cache(like):
         return like, ("of the user", id(like), mode)
     requested = getattr(call.config, "max_cache_len", None) or 0
     capacity = max(capacity_for(call.max_length + call.drafts), requested)
-    sources = call.inputs["encoder_outputs"][0].shape if isinstance(like, EncoderDecoderCache) else None
+    inputs = call.constant_inputs() if isinstance(like, EncoderDecoderCache) else None
+    source = () if inputs is None else layout(inputs, slots_for(call.model, inputs))
     numbers = tuple(numbers_of(vars(call.model.config)))  # layers, heads and widths are among them
-    key = batch, capacity, call.model.dtype, call.ids.device, sources, mode, numbers
-    for step_key, step in steps.items():
-        if step_key[0] == key:
-            assert isinstance(step.cache, Cache)
-            empty(step.cache, like)
-            return step.cache, key
-    return static_cache(call.model, capacity, like), key
+    key = batch, capacity, call.model.dtype, call.ids.device, source, mode, numbers
+    earlier = _step_with_cache(key, steps)
+    if earlier is None:
+        return cache_for_prefill(static_cache(call.model, capacity), like), key
+    assert isinstance(earlier.cache, Cache)
+    return cache_for_prefill(decoder_cache(earlier.cache), like), key
+
+
+def _step_with_cache(key: tuple[object, ...], steps: Steps) -> PreparedStep | None:
+    return next((step for step_key, step in steps.items() if step_key[0] == key), None)
+
+
+def _source_for(call: GenerateCall, steps: Steps, prefilled: Cache, key: tuple[object, ...]) -> Source | None:
+    """Return the source of a call, in the buffers of an earlier call if there is one.
+
+    The result is None for a model without an encoder, and with a cache that the user passed.
+    """
+    if is_users_cache(prefilled) or not isinstance(prefilled, EncoderDecoderCache):
+        return None
+    inputs, earlier = call.constant_inputs(), _step_with_cache(key, steps)
+    if earlier is None or earlier.source is None:
+        return Source(prefilled, inputs, slots_for(call.model, inputs))
+    earlier.source.fill(prefilled, inputs)
+    return earlier.source
 
 
 def modes(device: torch.device) -> tuple[object, ...]:
@@ -76,8 +105,17 @@ def modes(device: torch.device) -> tuple[object, ...]:
 def prepare(
     call: GenerateCall, steps: Steps, cache_and_key: tuple[Cache, tuple[object, ...]], first: Tensor, vocabulary: int
 ) -> PreparedStep:
-    """Return a step with the state of this call, in the buffers of an earlier call of the same kind if there is one."""
-    cache, cache_key = cache_and_key
+    """Return a step with the state of this call, in the buffers of an earlier call of the same kind if there is one.
+
+    Args:
+        call: the call, whose prefill has run.
+        steps: the prepared steps of the model.
+        cache_and_key: the results of `cache_for`.
+        first, vocabulary: the results of the prefill.
+    """
+    prefilled, cache_key = cache_and_key
+    source = _source_for(call, steps, prefilled, cache_key)
+    cache = prefilled if source is None else source.cache
     call_rules = rules(call.processors)
     functions = tuple([rule.apply for rule in call_rules])
     state = initial_state(call, cache, first, vocabulary, call_rules)
@@ -123,10 +161,10 @@ def prepare(
         calls,
         before_step=draw_noise,
         caches=lambda: (cache_of(), None if assistant is None else assistant.cache),
-        not_captured=_not_captured(call, compiling, inputs),
+        not_captured=_not_captured(call, compiling, source, inputs),
         draft=lambda: None if assistant is None else assistant.model(),
     )
-    step = steps[key] = PreparedStep(state, cache_of if is_users_cache(cache) else cache, runner, assistant)
+    step = steps[key] = PreparedStep(state, cache_of if is_users_cache(cache) else cache, runner, assistant, source)
     while len(steps) > MOST_STEPS:
         steps.popitem(last=False)
     return step
@@ -139,17 +177,21 @@ def assistant_of(call: GenerateCall, cache: Cache, compiling: dict[str, Any]) ->
     capacity = decoder_layers(cache)[0].max_cache_len
     drafts = torch.zeros(call.drafts, dtype=torch.int64, device=call.ids.device)
     mark_static(drafts)
-    draft_cache = static_cache(call.draft, capacity, cache)
+    draft_cache = static_cache(call.draft, capacity)
     first, following = CompiledFunction(first_draft, compiling), CompiledFunction(next_draft, compiling)
     return Assistant(weakref.ref(call.draft), draft_cache, drafts, first, following)
 
 
-def _not_captured(call: GenerateCall, compiling: dict[str, Any], inputs: dict[str, Any]) -> str | None:
+def _not_captured(
+    call: GenerateCall, compiling: dict[str, Any], source: Source | None, inputs: dict[str, Any]
+) -> str | None:
     """Return the reason why a step is not captured as a CUDA graph, or None if it is."""
     if not call.ids.is_cuda:
         return f"the device {call.ids.device} has no CUDA graphs"
     if uses_cudagraph_trees(compiling):
         return "the options ask for CUDA graphs of Inductor"
+    if source is not None:  # its buffers could be, but no GPU has run it
+        return "a step of an encoder-decoder is not captured"
     if any(map(_holds_tensors, inputs.values())):
         return "inputs of the model, such as an encoder's output, are other tensors in each call"
     return None

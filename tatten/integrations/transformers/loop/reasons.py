@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -189,12 +189,12 @@ def _drafts(
         return f"{method} counts positions from 0 on"
     if is_users_cache(cache) or config.return_dict_in_generate:
         return f"{method} keeps its cache to itself"
-    return _cannot_remove_drafts(model, cache)
+    return _cannot_remove_drafts(model)
 
 
-def _cannot_remove_drafts(model: PreTrainedModel, cache: object) -> str | None:
+def _cannot_remove_drafts(model: PreTrainedModel) -> str | None:
     """Return the reason why refused drafts can't be removed from a model's cache, or None."""
-    if all(isinstance(x, StaticLayer) for x in static_cache(model, 1, cast(Cache, cache)).layers):
+    if all(isinstance(x, StaticLayer) for x in static_cache(model, 1).layers):
         return None
     return f"the cache layers of {type(model).__name__} can't remove refused drafts"
 
@@ -216,4 +216,4 @@ def _assistant(model: PreTrainedModel, draft: Any, config: GenerationConfig) -> 
     sizes = [x.config.get_text_config(decoder=True).vocab_size for x in (model, draft)]
     if sizes[0] != sizes[1]:
         return f"the model has a vocabulary of {sizes[0]} tokens, the assistant one of {sizes[1]}"
-    return moved_method(draft) or _cannot_remove_drafts(draft, DynamicCache())
+    return moved_method(draft) or _cannot_remove_drafts(draft)
