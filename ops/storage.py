@@ -25,6 +25,16 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
         return a is b
 
 
+def unwrapped(tensor: Tensor) -> Tensor | None:
+    """Return the tensor inside one that a transform of `torch.func` wraps; None for any other, and if unknown."""
+    try:
+        functorch = torch._C._functorch
+        return functorch.get_unwrapped(tensor) if functorch.is_functorch_wrapped_tensor(tensor) else None
+    except Exception as error:
+        moved("torch._C._functorch.get_unwrapped", error, "writes inside transforms count as writes to all tensors")
+        return None
+
+
 def all_of(kind: type[T], value: Any) -> Iterator[T]:
     """Yield the values of a kind, such as tensors or nodes, in an argument, however they are nested."""
     if isinstance(value, kind):

@@ -33,7 +33,7 @@ from tatten.passes.norms import Norm, factors_of, keeps_all, norm_at
 from tatten.passes.op_names import CASTS
 from tatten.passes.replace import Inserter, erase_unused_of
 from tatten.passes.skinny_linears import Linear, LinearGroup
-from tatten.passes.symbolic import constant, in_memory, known_shape, known_tensor, tensor_of, value_of
+from tatten.passes.symbolic import constant, known_shape, known_tensor, memory_of, tensor_of, value_of
 
 OP = torch.ops.tatten.fused_linear.default
 # Ops that Inductor computes by a kernel, and never by a view of their input or by nothing. So do all ops of tatten.
@@ -155,7 +155,7 @@ def _may_prefetch(fused: FusedGroup, written: Sequence[Node]) -> bool:
     weights = [layer.weight for layer in fused.layers] + ([] if fused.norm is None else [fused.norm.weight])
     tensors = [known_tensor(weight) for weight in weights]
     parameters = all(isinstance(tensor, Parameter) for tensor in tensors)
-    owned = [in_memory(tensor) for tensor in tensors]
+    owned = [x for tensor in tensors for x in memory_of(tensor)]
     return parameters and not any(may_alias(node, owned) for node in written)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from tatten.ops.sizes import ceil_div
 from tatten.ops.storage import all_of, same_storage
 from tatten.ops.watch import Watch
 from tatten.passes.calls import OpOverload, argument, op_name, overloads, reached
-from tatten.passes.symbolic import hint, in_memory, number_hint, number_in, value_of
+from tatten.passes.symbolic import FakeTensor, hint, memory_of, number_hint, number_in, value_of
 
 IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name)
@@ -78,7 +78,7 @@ def written_between(tensors: Sequence[Tensor], start: Node, stop: Node) -> Node 
     """Return the first node between `start` and `stop` that may write to one of `tensors`, or None."""
     if start.graph is not stop.graph or stop < start:
         return start  # a search forward from `start` would not reach `stop`
-    tensors = [in_memory(tensor) for tensor in tensors]
+    tensors = [x for tensor in tensors for x in memory_of(tensor)]
     node = stop if start is stop else start.next
     while node is not stop:
         if node.op == "call_module":
@@ -143,11 +143,16 @@ def may_alias(node: Node, tensors: Sequence[Tensor]) -> bool:
 
 def _holds(value: Any, tensors: Sequence[Tensor]) -> bool:
     if isinstance(value, Tensor):
-        owner = in_memory(value)
-        return any(same_storage(owner, tensor) for tensor in tensors)
+        parts = memory_of(value)
+        known = all(isinstance(x, FakeTensor) for x in (*parts, *tensors))
+        return not known or any(_shares_storage(x, tensors) for x in parts)
     if isinstance(value, (list, tuple)):
         return any(_holds(x, tensors) for x in value)
     return not isinstance(value, (int, float, complex, str, SymInt, SymFloat, SymBool, type(None)))
+
+
+def _shares_storage(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    return any(same_storage(tensor, other) for other in others)
 
 
 def _written(known: tuple[OpOverload, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
@@ -197,7 +202,7 @@ def _written_in_trial(node: Node) -> Iterator[Node]:
     except Exception:  # any kind: meta tensors have no values, and the node's code is unknown
         yield from inputs
         return
-    yield from (x for x in inputs if _holds(stand_ins[x], written))
+    yield from (x for x in inputs if any(_shares_storage(y, written) for y in all_of(Tensor, stand_ins[x])))
 
 
 def _may_run(node: Node) -> bool:

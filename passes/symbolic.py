@@ -187,6 +187,23 @@ def in_memory(tensor: Any) -> Tensor:
     return local
 
 
+def memory_of(tensor: Any) -> list[Tensor]:
+    """Return the fake tensors that own a tensor's memory: those inside a transform of `torch.func`, or in a subclass.
+
+    A tensor of another kind is returned as it is.
+    """
+    if isinstance(tensor, FakeTensor):
+        return [tensor]
+    if hasattr(tensor, "to_local"):
+        return memory_of(tensor.to_local())
+    inner = storage.unwrapped(tensor)
+    if inner is not None:
+        return memory_of(inner)
+    if hasattr(tensor, "__tensor_flatten__"):
+        return [x for name in tensor.__tensor_flatten__()[0] for x in memory_of(getattr(tensor, name))]
+    return [tensor]
+
+
 def bytes_of(tensor: Tensor) -> int | None:
     """Return the size of a tensor in bytes when the graph was captured, or None if it was unknown."""
     sizes = [hint(n) for n in tensor.shape]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import capture
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tatten.passes import Declined, Rewritten, rewrite
 from tatten.passes.reasons import Reason
@@ -14,6 +15,7 @@ sdpa = F.scaled_dot_product_attention
 HQ, S, D = 4, 16, 8
 ROWS = torch.arange(S)
 NUMBERS = torch.arange(4.0 * S * D)
+OFFSETS = torch.tensor([0, 4, S])
 MASK = torch.ones(1, 1, 1, S, dtype=torch.bool)
 
 
@@ -57,6 +59,10 @@ WRITES = {
     "init": lambda w: torch.nn.init.constant_(w, 0.5),
     "another view": lambda w: w.view(-1)[8:].copy_(torch.ones(S * D - 8)),
     "custom op": lambda w: torch.ops.tatten_test.fill(w),
+    "vmap": lambda w: torch.vmap(lambda x: x.mul_(0.5))(w),
+    "nested vmap": lambda w: torch.vmap(torch.vmap(lambda x: x.mul_(0.5)))(w),
+    "jagged": lambda w: torch.nested.nested_tensor_from_jagged(w, OFFSETS).mul_(0.5),
+    "subclass": lambda w: TwoTensor(w, w.clone()).mul_(0.5),
 }
 
 
@@ -112,6 +118,12 @@ READS = {
     "packet": lambda w: torch.ops.aten.index_select(w, 0, ROWS),
     "numpy": lambda w: torch.from_numpy(w.numpy() + 1),
     "size": lambda w: torch.zeros(w.size(0), w.numel()),
+    "vmap": lambda w: torch.vmap(lambda x: x + 1)(w),
+    "write to another in vmap": lambda w: torch.vmap(lambda x: x.mul_(2))(w + 1),
+    "write to another in a subclass": lambda w: TwoTensor(w + 1, w + 2).mul_(2).a,
+    "write to another that is jagged": lambda w: (
+        torch.nested.nested_tensor_from_jagged(w + 1, OFFSETS).mul_(2).values()
+    ),
 }
 
 
@@ -233,3 +245,16 @@ def test_schemas_that_tell_less_than_the_op_does() -> None:
                 if mutable and not (x.alias_info is not None and x.alias_info.is_write):
                     untold.add(x.name)
     assert untold == {"running_mean", "running_var"}
+
+
+@pytest.mark.parametrize("name", ["vmap", "subclass"])
+def test_a_mask_that_is_written_between_two_calls(name: str) -> None:
+    """The layers do not share their masks."""
+
+    def fn(q, k, m, shift):
+        first, second = (sdpa(q, k, k, shift.masked_fill(m, -1e4)) for _ in range(2))
+        WRITES[name](shift)
+        return first, second, sdpa(q, k, k, shift.masked_fill(m, -1e4))
+
+    torch.manual_seed(0)
+    assert_as_eager(fn, torch.randn(1, HQ, 1, D), torch.randn(1, HQ, S, D), MASK & (ROWS > 9), torch.randn(1, S) * 9)

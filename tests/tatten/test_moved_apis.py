@@ -150,6 +150,22 @@ def mark() -> None:
     mark_static(torch.zeros(3), torch.zeros(3))
 
 
+def write_in_a_transform() -> tatten.Report:
+    """Attention after a write to its values that vmap makes, which is seen also if nothing is known of the tensor."""
+
+    def written(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        values = v.repeat_interleave(4, 1)
+        torch.vmap(lambda x: x.mul_(-3))(v)
+        return F.scaled_dot_product_attention(q, k.repeat_interleave(4, 1), values, mask)
+
+    torch._dynamo.reset()
+    (q, k, v, _, mask), others = inputs(), inputs()
+    with torch.no_grad(), tatten.recording() as report:
+        out = torch.compile(written, backend="tatten", options={"inner": "aot_eager"})(q, k, v, mask)
+    torch.testing.assert_close(out, written(*others[:3], mask))
+    return report
+
+
 # For each API: the module that uses it, how it reaches it, its name there, what to run, and how it is named.
 # A global or a module that is imported from; the name is a path from there.
 BREAKS: list[tuple[str, str, str, Callable[[], Any], str]] = [
@@ -162,6 +178,7 @@ BREAKS: list[tuple[str, str, str, Callable[[], Any], str]] = [
     ("dtensor_sdpa", "torch", "_disable_dynamo", untraced, ""),
     ("dtensor_sdpa", "from torch.distributed.tensor", "DTensor._op_dispatcher", use_dtensor_handlers, "_handlers"),
     ("ops.storage", "torch", "_C._is_alias_of", compile_step, ""),
+    ("ops.storage", "torch", "_C._functorch.get_unwrapped", write_in_a_transform, ""),
     ("ops.cpu.flash", "torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu", attend_without_flash, ""),
     ("ops.cpu.attend_used", "torch", "ops.aten._assert_scalar", decompose, ""),
     ("ops.distributed.collectives", "distributed_c10d", "_resolve_process_group", ask_for_collectives, ""),
