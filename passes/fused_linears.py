@@ -241,6 +241,8 @@ def _residual_of(result: Node, layer: Linear) -> Residual | None:
     tensor, like = tensor_of(added), known_tensor(result)
     if tensor is None or not _is_like(tensor, like, like.shape) or not _keeps_grad_mode((tensor,), layer):
         return None
+    if known_tensor(node).requires_grad:  # gradients are on at the sum, and off at the layer
+        return None
     return Residual(node, place, tuple(between)) if written_between([tensor], layer.node, node) is None else None
 
 

@@ -538,6 +538,35 @@ def test_a_norm_keeps_its_grad_mode() -> None:
     assert kinds(search(two_modes, *args, grad=True)[1]) == ["residual+1"]
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_sum_keeps_its_gradient(gated: bool) -> None:
+    """The op would stand where gradients are off."""
+
+    def other_mode(x, g, a, b):
+        x = launched(x)
+        with torch.no_grad():
+            y = norm(x, g)
+            y = F.silu(F.linear(y, a)) * F.linear(y, b) if gated else F.linear(y, a)
+        return x + y
+
+    args = arguments_of(other_mode)
+    assert kinds(search(other_mode, *args, grad=True)[1]) == ["norm+gate+residual+2" if gated else "norm+residual+1"]
+    args[0].requires_grad_()
+    args[2].requires_grad_()
+    assert not any(x.residual for x in search(other_mode, *args, grad=True)[1])
+
+
+@pytest.mark.parametrize("write", [lambda x: x.mul_(2), torch.vmap(lambda x: x.mul_(2))], ids=["plain", "vmap"])
+def test_a_write_between_a_layer_and_its_sum(write: Callable[[Tensor], Tensor]) -> None:
+    def written(x, a):
+        x = launched(x)
+        y = F.linear(x.cos(), a)
+        write(x)
+        return x + y
+
+    assert search(written, *arguments_of(written))[1] == []
+
+
 class Attention(nn.Module):
     """A decode step of one sequence with a static cache."""
 
