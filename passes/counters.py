@@ -21,9 +21,7 @@ from tatten.passes.rows import INTEGERS
 from tatten.passes.symbolic import FakeTensor, constant, known_tensor, tensor_of
 
 ON_DEVICES = {"cuda"}  # on a CPU there are no launches to save
-# Parts of the names of functions after which a graph does not show all that counts: transforms of torch.func keep
-# tensors that a later node reads, and a stream belongs to the place of an addition.
-HIDING = ("increment_nesting", "stream", "event")
+TRANSFORM = "increment_nesting"  # in the names of functions that begin one, which keeps tensors for later nodes
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def find_counters(graph: Graph, movers: Sequence[Node]) -> list[Counters]:
         graph: a Dynamo graph.
         movers: the result of `tatten.passes.mutation.movers` for the graph.
     """
-    if movers or enters_inference_mode(graph) or any(_hides(node) for node in graph.nodes):
+    if movers or enters_inference_mode(graph) or any(_begins_transform(node) for node in graph.nodes):
         return []
     additions, number = list[Node](), 0
     used: dict[Node, None] = {}  # the inputs of the nodes from this one to the last addition
@@ -54,7 +52,7 @@ def find_counters(graph: Graph, movers: Sequence[Node]) -> list[Counters]:
         if node.op == "call_module":  # it may use anything
             break
         added = _added(node)
-        fits = not additions or (added == number and _in_stream_of(node, additions[0]))
+        fits = not additions or added == number
         if added is not None and fits and not _share_memory(used, node.args[0]):
             additions.append(node)
             number = added
@@ -68,14 +66,9 @@ def find_counters(graph: Graph, movers: Sequence[Node]) -> list[Counters]:
     return [Counters(tuple(additions[::-1]), number)]
 
 
-def _hides(node: Node) -> bool:
+def _begins_transform(node: Node) -> bool:
     name = getattr(node.target, "__name__", str(node.target))
-    return node.op == "call_function" and any(part in name for part in HIDING)
-
-
-def _in_stream_of(node: Node, other: Node) -> bool:
-    """Return True if both nodes are in the same stream, which Dynamo (PyTorch 2.13) notes beside them."""
-    return node.meta.get("custom") == other.meta.get("custom")
+    return node.op == "call_function" and TRANSFORM in name
 
 
 def _added(node: Node) -> int | None:

@@ -153,6 +153,7 @@ class Reason(str, Enum):
         "call attention outside torch.vmap, torch.func.grad and other transforms of torch.func; instead of vmap, merge "
         "the mapped dim with the batch",
     )
+    STREAMS = "streams", "decode in one stream, or compile the part of each stream by itself"
     INTERNAL = (
         "internal",
         "nothing in your program: tatten itself failed and left attention as it was; please open an issue of tatten "

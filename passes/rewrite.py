@@ -30,6 +30,7 @@ from tatten.passes.score_keys import apply_index_scores
 from tatten.passes.skinny_linears import LinearGroup, apply_linear_group, find_skinny_linears
 from tatten.passes.sliding import apply_slide, find_slides
 from tatten.passes.top_k import apply_top_k, find_top_k
+from tatten.passes.unsupported import check_graph
 
 T = TypeVar("T")
 MOST_FAILED = 8  # calls whose edit may fail; each of them costs another run of all passes
@@ -70,7 +71,8 @@ def rewrite(
     before = Snapshot(gm.graph)
     while True:
         try:
-            run = Run(max_q_len, may_guard, fuses, batch_invariant, linears, counters, Masks(), movers(gm.graph))
+            of_graph = movers(gm.graph), check_graph(gm.graph)
+            run = Run(max_q_len, may_guard, fuses, batch_invariant, linears, counters, Masks(), *of_graph)
             findings, note = _run_passes(gm, run, failed)
             if note or any(isinstance(finding, Rewritten) for finding in findings):
                 gm.recompile()
@@ -99,14 +101,15 @@ def _run_passes(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> tu
     others = [] if errors else or_nothing(lambda: [*find_other_attention(gm.graph, handled)], errors)
     nested = find_nested(gm, errors)
     # Before calls are rewritten: the values of nodes that an edit inserts are unknown, and might be counters.
-    counters = or_nothing(lambda: find_counters(gm.graph, run.movers), errors) if run.counters else []
+    supported = run.unsupported is None
+    counters = or_nothing(lambda: find_counters(gm.graph, run.movers), errors) if run.counters and supported else []
     findings = [failed.get(node.name) or _rewrite_call(node, attention, run) for node in attention.nodes]
-    selections = or_nothing(lambda: find_top_k(gm.graph), errors)
+    selections = or_nothing(lambda: find_top_k(gm.graph), errors) if supported else []
     unsorted = _edit_each(selections, lambda x: x.node, apply_top_k, failed, errors)
     scores = _score_keys(gm, run, failed)  # after calls: the proof of their picks reads the program's scores
-    slides = or_nothing(lambda: find_slides(gm.graph, run.movers), errors) if run.fuses else []
+    slides = or_nothing(lambda: find_slides(gm.graph, run.movers), errors) if run.fuses and supported else []
     moved = _edit_each(slides, lambda x: x.copy, apply_slide, failed, errors)
-    linears = or_nothing(lambda: _find_linears(gm, run, errors), errors)
+    linears = or_nothing(lambda: _find_linears(gm, run, errors), errors) if supported else []
     launches = _edit_each(linears, lambda x: x.layers[0].node, _apply_linears, failed, errors)
     layers = sum(len(x.layers) for x in linears if x.layers[0].node.name not in failed)
     counters = counters if calls_ops(gm) else []
@@ -140,7 +143,7 @@ def _rewrite_call(node: Node, attention: Attention, run: Run) -> Rewritten | Dec
         call = read_attention(node, attention, run)
         if isinstance(call, Declined):
             return call
-        decision = match_call(call, run)
+        decision = run.unsupported or match_call(call, run)
         if isinstance(decision, Decline):
             return declined(call, decision)
     except Exception as error:  # the graph is not yet changed
@@ -157,6 +160,7 @@ def _score_keys(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> li
     for relu in [node for node in gm.graph.nodes if is_relu(node)]:
         try:
             scores = None if relu.name in failed else find_index_scores(relu, run)
+            scores = scores and (run.unsupported or scores)
         except Exception as error:  # the graph is not yet changed
             scores = decline_internal(error)
         try:

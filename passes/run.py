@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from tatten.passes.masks import Masks
+from tatten.passes.reasons import Decline
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Run:
         counters: whether such graphs add to all counters at once.
         masks: the nodes that were computed from masks, and the drafts.
         movers: the nodes that change a tensor's memory or shape in place.
+        unsupported: the reason to leave the graph as it is, or None.
     """
 
     max_q_len: int
@@ -33,3 +35,4 @@ class Run:
     counters: bool
     masks: Masks
     movers: Sequence[Node]
+    unsupported: Decline | None

@@ -207,19 +207,6 @@ def test_tensors_of_other_classes_are_no_counters() -> None:
     assert joined(layers, x, a, b, TwoTensor(torch.tensor(3), torch.tensor(3))) == 2
 
 
-def test_additions_stay_in_their_stream() -> None:
-    gm = capture(layers, *inputs())
-    first, second, third = [node for node in gm.graph.nodes if node.target == "add_"]
-    first.meta["custom"] = second.meta["custom"] = {"stream": 0}
-    assert find_counters(gm.graph, []) == []
-    third.meta["custom"] = {"stream": 0}
-    (match,) = find_counters(gm.graph, [])
-    assert match.additions == (first, second, third)
-    with gm.graph.inserting_before(first):
-        gm.graph.call_function(torch.cuda.current_stream)
-    assert find_counters(gm.graph, []) == []
-
-
 def test_without_foreach(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delattr(torch, "_foreach_add_")
     caplog.set_level(logging.WARNING, "tatten")
