@@ -42,6 +42,17 @@ def with_weights(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTr
 
 PROMPT = 20
 SIZES = GQA | {"vocab_size": 120, "max_position_embeddings": 512, "pad_token_id": 0, "eos_token_id": 1}
+# Logits processors of greedy decoding, for texts of 50 to 61 tokens after prompts of 20 and of 24.
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "penalty": {"repetition_penalty": 1.4},
+    "large penalty": {"repetition_penalty": 5.0},
+    "reward": {"repetition_penalty": 0.6},
+    "suppressed": {"suppress_tokens": list(range(2, 60)), "renormalize_logits": True},
+    "no end before": {"min_new_tokens": 17, "eos_token_id": list(range(1, 100))},
+    "no end in": {"min_length": 41, "eos_token_id": list(range(1, 100)), "repetition_penalty": 1.1},
+    "forced end": {"forced_eos_token_id": 9, "eos_token_id": 1, "min_new_tokens": 48},
+    "finite": {"remove_invalid_values": True, "begin_suppress_tokens": [5, 6]},
+}
 WINDOW = {**SIZES, "sliding_window": 16}
 LATENTS = {
     **{name: x for name, x in SIZES.items() if name != "num_key_value_heads"},

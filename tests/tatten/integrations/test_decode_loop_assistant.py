@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from decode_loops import EAGER, Launching
+from decode_loops import EAGER, PROCESSORS, Kept, Launching
 from packaging.version import Version
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -60,19 +60,6 @@ def prompt(length: int = 20, seed: int = 3) -> Tensor:
     return torch.randint(2, 120, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
-class Kept:
-    """A streamer that keeps its tokens."""
-
-    def __init__(self) -> None:
-        self.tokens: list[list[int]] = []
-
-    def put(self, value: Tensor) -> None:
-        self.tokens.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        pass
-
-
 def assert_same_tokens(
     model: PreTrainedModel, draft: PreTrainedModel, loop: DecodeLoop, ids: Tensor, tokens: int, **more: Any
 ) -> None:
@@ -104,6 +91,24 @@ def test_tokens_are_greedy(noise: float, drafts: int, ends: list[int] | None, ah
     for ids, tokens in ((prompt(), 60), (prompt(7), 40), (prompt(1), 25), (prompt(2), 1), (prompt(), 2), (prompt(), 3)):
         assert_same_tokens(model, draft, loop, ids, tokens, num_assistant_tokens=drafts, eos_token_id=ends)
     assert counters["stats"]["unique_graphs"] == 1 + min(drafts, 2)
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("noise", [0.0, 10.0], ids=["good", "bad"])
+@pytest.mark.parametrize("setting", PROCESSORS)
+def test_processors_of_greedy_decoding(setting: str, noise: float) -> None:
+    model, loop = build(), DecodeLoop()
+    for ids in (prompt(), prompt(6).repeat(1, 4)):
+        assert_same_tokens(model, first_layers(model, 2, noise), loop, ids, 50, **PROCESSORS[setting])
+
+
+def test_drafts_follow_the_processors() -> None:
+    """A model that assists itself has its drafts accepted, unless one occurs twice among the drafts of a step."""
+    model, loop = build(), DecodeLoop()
+    assert_same_tokens(model, model, loop, prompt(), 61, **PROCESSORS["suppressed"])
+    assert loop.launched_steps == 12
+    assert_same_tokens(model, model, loop, prompt(), 61, **PROCESSORS["penalty"])
+    assert loop.launched_steps < 25
 
 
 def test_a_model_that_assists_itself_has_all_drafts_accepted() -> None:
@@ -221,7 +226,6 @@ def linear_attention() -> PreTrainedModel:
 
 OTHERS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "sampled": (build, {"do_sample": True}, "an assistant in one step is greedy"),
-    "processor": (build, {"repetition_penalty": 1.3}, "an assistant in one step is greedy"),
     "ensemble": (build, {"assistant_ensemble_weight": 0.4}, "`assistant_ensemble_weight`"),
     "results": (build, {"return_dict_in_generate": True}, "keeps its cache to itself"),
     "training": (in_training, {}, "the assistant is in training mode"),

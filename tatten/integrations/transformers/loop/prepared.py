@@ -152,10 +152,10 @@ def prepare(
 
     def calls(model: nn.Module, inputs: dict[str, Any]) -> Calls:
         if assistant is not None:
-            choices = assistant.calls(state, inputs)
-            return [*choices, (compute, (model, cache_of(), state, assistant.drafts, inputs))]
-        arguments = (drafts, ngram) if drafts else (functions,)
-        return [(compute, (model, cache_of(), state, *arguments, inputs))]
+            choices = assistant.calls(state, functions, inputs)
+            return [*choices, (compute, (model, cache_of(), state, functions, assistant.drafts, inputs))]
+        lookup = (drafts, ngram) if drafts else ()
+        return [(compute, (model, cache_of(), state, functions, *lookup, inputs))]
 
     runner = Runner(
         calls,

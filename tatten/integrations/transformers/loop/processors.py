@@ -28,18 +28,18 @@ BUCKETS = 64, 1024, 1 << 20  # of the k of top-k
 
 
 class History(NamedTuple):
-    """The state of the text that processors read.
+    """The state of the text that processors read. With drafts, a row of scores follows each of them.
 
     Attributes:
-        length: int64 `[1]`, the number of tokens of each sequence so far, the prompt included.
-        occurred: bool `[batch, vocabulary]`, the tokens that a repetition penalty counts; None without a penalty.
+        length: int64 `[1]` or `[rows, 1]`, the number of tokens before a row of scores, the prompt included.
+        occurred: bool `[rows, vocabulary]`, the tokens that a repetition penalty counts; None without a penalty.
     """
 
     length: Tensor
     occurred: Tensor | None
 
 
-Scores = Callable[..., Tensor]  # takes scores, float32 `[batch, vocabulary]`, a History, and operands
+Scores = Callable[..., Tensor]  # takes scores, float32 `[rows, vocabulary]`, a History, and operands
 
 
 class Rule(NamedTuple):
@@ -82,6 +82,15 @@ def rules(processors: Sequence[Any]) -> tuple[Rule, ...]:
             apply, operands = _RULES[type(processor)]
             result.append(Rule(apply, operands(processor)))
     return tuple(result)
+
+
+def processed(
+    scores: Tensor, history: History, rules: Sequence[Scores], operands: Sequence[Sequence[Tensor]]
+) -> Tensor:
+    """Return scores after all rules, each with its operands."""
+    for rule, its_operands in zip(rules, operands, strict=True):
+        scores = rule(scores, history, *its_operands)
+    return scores
 
 
 def occurred_tokens(processors: Sequence[Any], ids: Tensor, first: Tensor, vocabulary: int) -> Tensor | None:

@@ -71,7 +71,7 @@ def reason_against(
             None,
         ),
         _cache(cache, config, text_length(length or 0, ids)),
-        _drafts(model, ids, processors, config, cache, inputs) if has_drafts else None,
+        _drafts(model, ids, config, cache, inputs) if has_drafts else None,
         _assistant(model, draft, config) if draft is not None else None,
     )
     return next((text for text in checks if text is not None), None)
@@ -172,15 +172,14 @@ def _cache(cache: object, config: GenerationConfig, length: int) -> str | None:
 def _drafts(
     model: PreTrainedModel,
     ids: Tensor,
-    processors: list[Any],
     config: GenerationConfig,
     cache: object,
     inputs: dict[str, Any],
 ) -> str | None:
     """Return the reason why a step can't check drafts."""
     method = f"{'prompt lookup' if config.prompt_lookup_num_tokens else 'an assistant'} in one step"
-    if config.do_sample or len(processors):
-        return f"{method} is greedy, without logits processors"
+    if config.do_sample:
+        return f"{method} is greedy"
     mask = inputs.get("attention_mask")  # transformers 5.17 passes one of ones
     if len(ids) != 1 or model.config.is_encoder_decoder or (mask is not None and not bool(mask.all())):
         return f"{method} takes one sequence without padding, of a decoder"

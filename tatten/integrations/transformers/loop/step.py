@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel
 
 from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.argmax import argmax
-from tatten.integrations.transformers.loop.processors import History, Scores
+from tatten.integrations.transformers.loop.processors import History, Scores, processed
 
 
 @dataclass
@@ -85,9 +85,7 @@ def decode_step(
         **inputs,
     )
     scores = model(**arguments, return_dict=True).logits[:, -1].to(copy=True, dtype=torch.float32)
-    history = History(state.length, state.occurred)
-    for rule, operands in zip(rules, state.operands, strict=True):
-        scores = rule(scores, history, *operands)
+    scores = processed(scores, History(state.length, state.occurred), rules, state.operands)
     # As `torch.multinomial` of one sample divides by exponential noise, the same seed gives the same tokens.
     token = argmax(scores if state.noise is None else scores.softmax(-1) / state.noise)
     needed, failed = ~state.ended.all(), state.report[2]

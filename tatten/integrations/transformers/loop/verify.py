@@ -6,6 +6,7 @@ tokens. A draft is accepted if the model would have chosen it, so the tokens are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,15 +15,23 @@ from transformers import Cache, PreTrainedModel
 
 from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.argmax import argmax
+from tatten.integrations.transformers.loop.processors import History, Scores, processed
 from tatten.integrations.transformers.loop.step import StepState
 
 
-def verify(model: PreTrainedModel, cache: Cache, state: StepState, proposed: Tensor, inputs: dict[str, Any]) -> None:
+def verify(
+    model: PreTrainedModel,
+    cache: Cache,
+    state: StepState,
+    rules: Sequence[Scores],
+    proposed: Tensor,
+    inputs: dict[str, Any],
+) -> None:
     """Accept the drafts that the model would have chosen, and generate one more token. Part of a compiled step.
 
     Args:
-        model, cache, inputs: as for `tatten.integrations.transformers.loop.step.decode_step`; all layers of the cache
-            are static, and have room for all drafts after the text.
+        model, cache, rules, inputs: as for `tatten.integrations.transformers.loop.step.decode_step`; all layers of the
+            cache are static, and have room for all drafts after the text.
         state: the buffers. `limit` is the length at which the text ends.
         proposed: the drafts, `[drafts]`.
     """
@@ -39,7 +48,9 @@ def verify(model: PreTrainedModel, cache: Cache, state: StepState, proposed: Ten
         **{CACHE: cache},
         **inputs,
     )
-    chosen = argmax(model(**arguments, return_dict=True).logits[0].float())
+    scores = model(**arguments, return_dict=True).logits[0].to(copy=True, dtype=torch.float32)
+    history = History(length + offsets[:, None], _occurred_before(state.occurred, proposed))
+    chosen = argmax(processed(scores, history, rules, state.operands))
     accepted = (proposed == chosen[:-1]).long().cumprod(0).sum()
     new = accepted + 1
     if state.eos is not None:
@@ -52,7 +63,21 @@ def verify(model: PreTrainedModel, cache: Cache, state: StepState, proposed: Ten
     row.index_copy_(0, length + offsets, torch.where(offsets < new, chosen, row.index_select(0, length + offsets)))
     state.latest.copy_(chosen[None])
     length.add_(new)
+    if state.occurred is not None:
+        state.occurred.scatter_(1, torch.where(offsets < new, chosen, chosen[:1])[None], True)
     for layer in cache.layers:
         layer.cumulative_length.sub_(drafts + 1 - new)
     state.ended.logical_or_((ends & (offsets < new)).any() | (length >= state.limit))
     state.report.copy_(torch.stack([state.report[0] + new, state.ended[0].long(), state.report[2]]))
+
+
+def _occurred_before(occurred: Tensor | None, proposed: Tensor) -> Tensor | None:
+    """Return the tokens that occurred in the text, `[1, vocabulary]`, or in the drafts before each row of scores."""
+    if occurred is None:
+        return None
+    drafts, vocabulary = len(proposed), occurred.shape[1]
+    places = torch.arange(drafts + 1, device=proposed.device)
+    earlier = torch.where(places[:drafts] < places[:, None], proposed, vocabulary)
+    earlier = earlier.clamp(max=vocabulary)  # a column that is dropped; a text may have tokens without a score
+    drafted = occurred.new_zeros(drafts + 1, vocabulary + 1).scatter(1, earlier, True)
+    return occurred | drafted[:, :vocabulary]
