@@ -194,3 +194,21 @@ def test_a_draft_model_in_a_captured_step() -> None:
     assert torch.equal(model.generate(ids, **arguments, **given), expected)
     assert loop.launched_steps > 20
     assert step.runner._graph is not graph
+
+
+@pytest.mark.parametrize("drafting", ["lookup", "assistant"])
+@pytest.mark.parametrize(
+    "processors", [{"repetition_penalty": 1.3}, {"repetition_penalty": 0.6}, {"min_new_tokens": 40}]
+)
+def test_drafts_under_processors_in_a_captured_step(processors: dict[str, float], drafting: str) -> None:
+    model, loop, (ids, _) = build(), DecodeLoop(), prompts(1)
+    arguments = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": list(range(1, 100)), **processors}
+    more: dict[str, Any] = {"prompt_lookup_num_tokens": 5}
+    if drafting == "assistant":
+        more = {"assistant_model": build(), "num_assistant_tokens": 4}
+    for prompt in (ids, ids[:, :7].repeat(1, 6), ids):
+        expected = model.generate(prompt, **arguments, disable_compile=True)
+        result = model.generate(prompt, **arguments, **more, custom_generate=loop, compile_config=CONFIG)
+        assert loop.reason is None
+        assert torch.equal(result, expected)
+        assert loop.not_captured is None
