@@ -51,6 +51,8 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "no end before": {"min_new_tokens": 17, "eos_token_id": list(range(1, 100))},
     "no end in": {"min_length": 41, "eos_token_id": list(range(1, 100)), "repetition_penalty": 1.1},
     "forced end": {"forced_eos_token_id": 9, "eos_token_id": 1, "min_new_tokens": 48},
+    "n-grams": {"no_repeat_ngram_size": 3},
+    "bad words": {"bad_words_ids": [[i, j] for i in range(2, 119, 2) for j in range(60)], "repetition_penalty": 0.7},
     "finite": {"remove_invalid_values": True, "begin_suppress_tokens": [5, 6]},
 }
 WINDOW = {**SIZES, "sliding_window": 16}

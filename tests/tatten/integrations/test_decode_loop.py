@@ -64,6 +64,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "typical": {"do_sample": True, "typical_p": 0.9, "epsilon_cutoff": 1e-3, "suppress_tokens": [3, 4]},
     "eta": {"do_sample": True, "eta_cutoff": 2e-3, "renormalize_logits": True, "remove_invalid_values": True},
     "begin and end": {"begin_suppress_tokens": [5], "forced_eos_token_id": 9},
+    "n-grams": {"batch": 4, "no_repeat_ngram_size": 2, "max_new_tokens": 60},
+    "single tokens": {"no_repeat_ngram_size": 1, "do_sample": True},
+    "bad words": {
+        "batch": 4,
+        "do_sample": True,
+        "bad_words_ids": [[x] for x in range(9, 99)] + [[3, 4], [100, 101, 7]],
+    },
     "samples": {"do_sample": True, "num_return_sequences": 4},
     "ragged ends": {**MANY_ENDS, "batch": 4, "do_sample": True},
     "no end": {"eos_token_id": None, "max_new_tokens": 30},

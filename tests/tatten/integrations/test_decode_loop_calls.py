@@ -60,7 +60,7 @@ def test_a_text_streamer_in_a_thread_and_a_pipeline() -> None:
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 3}, "beams"),
-    "ngrams": ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
+    "bias": ({"sequence_bias": [[[3], 2.0]]}, "SequenceBiasLogitsProcessor"),
     "sampled lookup": ({"prompt_lookup_num_tokens": 3, "do_sample": True}, "prompt lookup in one step is greedy"),
     "assistant": ({"assistant_model": "llama", "do_sample": True}, "an assistant in one step is greedy"),
     "custom": ({"logits_processor": [lambda ids, scores: scores]}, "the logits processor function"),

@@ -53,6 +53,15 @@ def test_processors_of_greedy_decoding(setting: str, drafts: int) -> None:
         assert loop.reason is None
 
 
+def test_drafts_that_complete_an_n_gram_are_refused() -> None:
+    """The prompt repeats itself, and a step checks whether its own drafts do."""
+    loop, model = DecodeLoop(), build("llama")
+    for size in (1, 2, 4):
+        more = {"prompt_lookup_num_tokens": 7, "max_new_tokens": 50, "eos_token_id": None, "repetition_penalty": 0.6}
+        assert torch.equal(*both(model, loop, repeating(0), **more, no_repeat_ngram_size=size))
+        assert loop.reason is None
+
+
 def test_drafts_are_accepted_with_a_penalty() -> None:
     loop, model = DecodeLoop(), build("llama")
     more = {"prompt_lookup_num_tokens": 7, "max_new_tokens": 50, "eos_token_id": None}

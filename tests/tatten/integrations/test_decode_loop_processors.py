@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
 
+from tatten.integrations.transformers.loop.history import History
 from tatten.integrations.transformers.loop.processors import (
     FIRST_TOKEN_ONLY,
-    History,
     _below_kth,
     largest_by_picks,
     occurred_tokens,
@@ -41,6 +41,13 @@ KINDS = {
     "min_length": lambda r: lp.MinLengthLogitsProcessor(r.choice([0, PROMPT + 2, PROMPT + 4]), [1, 7]),
     "min_new_tokens": lambda r: lp.MinNewTokensLengthLogitsProcessor(PROMPT, r.choice([0, 1, 3, 9]), 5),
     "forced_eos": lambda r: lp.ForcedEOSTokenLogitsProcessor(r.choice([PROMPT + 2, PROMPT + 4]), [2, 8]),
+    "ngram": lambda r: lp.NoRepeatNGramLogitsProcessor(r.choice([1, 2, 3, 11, 99])),
+    "ngram_of_source": lambda r: lp.EncoderNoRepeatNGramLogitsProcessor(
+        r.choice([1, 2, 3]), torch.tensor([[r.randrange(9) for _ in range(r.choice([1, 40, 200]))]])
+    ),
+    "bad_words": lambda r: lp.NoBadWordsLogitsProcessor(
+        [[r.randrange(9) for _ in range(r.choice([1, 1, 2, 3, 11, 30]))] for _ in range(r.choice([1, 40]))], 1
+    ),
     "forced_bos": lambda r: lp.ForcedBOSTokenLogitsProcessor(4),
     "finite": lambda r: lp.InfNanRemoveLogitsProcessor(),
     "normalise": lambda r: lp.LogitNormalization(),
@@ -59,13 +66,20 @@ def draw_scores(seed: int, batch: int, nan: bool) -> Tensor:
     return scores
 
 
+def draw_ids(seed: int, batch: int, tokens: int) -> Tensor:
+    """Random tokens; with odd seeds, few of them, so that n-grams repeat."""
+    high = (VOCABULARY, 9)[seed % 2]
+    return torch.randint(0, high, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
 def apply(processors: list[object], ids: Tensor, prompt: int, scores: Tensor) -> Tensor:
     """Apply the rules to the scores of the token that follows `ids`, of which `prompt` tokens are the prompt."""
     occurred = occurred_tokens(processors, ids[:, :prompt], ids[:, prompt : prompt + 1], VOCABULARY)
     for n in range(prompt + 1, ids.shape[1]):
         if occurred is not None:
             occurred.scatter_(1, ids[:, n : n + 1], True)
-    history = History(torch.tensor([ids.shape[1]]), occurred)
+    behind = torch.randint(0, VOCABULARY, (len(ids), 5))  # of an earlier, longer text
+    history = History(torch.tensor([ids.shape[1]]), torch.cat([ids, behind], 1), occurred)
     for rule in rules(processors):
         scores = rule.apply(scores, history, *rule.operands)
     return scores
@@ -76,7 +90,7 @@ def apply(processors: list[object], ids: Tensor, prompt: int, scores: Tensor) ->
 def test_each_processor_returns_the_scores_of_transformers(kind: str, seed: int) -> None:
     r = random.Random(f"{kind} {seed}")
     processor, scores = KINDS[kind](r), draw_scores(seed, 3, kind in NAN_TOO)
-    ids = torch.randint(0, VOCABULARY, (3, PROMPT + 1 + seed % 4), generator=torch.Generator().manual_seed(seed))
+    ids = draw_ids(seed, 3, PROMPT + 1 + seed % 4)
     assert unsupported_processor(processor, PROMPT) is None
     expected = processor(ids, scores.clone())
     torch.testing.assert_close(apply([processor], ids, PROMPT, scores), expected, rtol=0, atol=0)
@@ -87,7 +101,7 @@ def test_chains_of_processors_return_the_scores_of_transformers(seed: int) -> No
     r = random.Random(seed)
     kinds = [x for x in KINDS if x not in ("forced_bos", "finite")]
     processors = [KINDS[kind](r) for kind in r.sample(kinds, r.randint(2, 5))]
-    ids = torch.randint(0, VOCABULARY, (2, PROMPT + 2), generator=torch.Generator().manual_seed(seed))
+    ids = draw_ids(seed, 2, PROMPT + 2)
     scores = draw_scores(seed, 2, False)
     expected = LogitsProcessorList(processors)(ids, scores.clone())
     torch.testing.assert_close(apply(processors, ids, PROMPT, scores), expected, rtol=0, atol=0, equal_nan=True)
@@ -145,7 +159,7 @@ def test_the_largest_scores_on_a_gpu(n: int) -> None:
 def test_running_sums_stay_out_of_generated_code(kind: str) -> None:
     """Inductor's scan over a vocabulary adds in an order that depends on timing, and PyTorch 2.11 can't generate it."""
     ((apply, operands),) = rules([KINDS[kind](random.Random(0))])
-    history = History(torch.tensor([3]), None)
+    history = History(torch.tensor([3]), torch.zeros(8, 9, dtype=torch.int64), None)
     graph = make_fx(lambda scores: apply(scores, history, *operands))(draw_scores(0, 8, False)).graph
     targets = {node.target for node in graph.nodes}
     assert torch.ops.tatten.cumsum.default in targets
@@ -164,13 +178,41 @@ class Mine(lp.TemperatureLogitsWarper):
     "processor, reason",
     [
         (Mine(2.0), "the logits processor Mine is not known"),
-        (lp.NoRepeatNGramLogitsProcessor(2), "the logits processor NoRepeatNGramLogitsProcessor is not known"),
+        (lp.SequenceBiasLogitsProcessor([[[3], 2.0]]), "the logits processor SequenceBiasLogitsProcessor is not known"),
         (lp.TopKLogitsWarper(3, filter_value=-5.0), "has a `filter_value` other than -inf, -5.0"),
         (lp.RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=PROMPT + 1), "more tokens than the prompt has"),
         (lp.MinPLogitsWarper(0.1, min_tokens_to_keep=2), "keeps 2 tokens of any probability"),
         (lambda ids, scores: scores, "the logits processor function is not known"),
     ],
-    ids=["subclass", "ngram", "filter_value", "ignored", "min_p", "function"],
+    ids=["subclass", "bias", "filter_value", "ignored", "min_p", "function"],
 )
 def test_other_processors_are_declined(processor: object, reason: str) -> None:
     assert reason in str(unsupported_processor(processor, PROMPT))
+
+
+def test_returned_sequences_share_the_n_grams_of_their_source() -> None:
+    sources = torch.tensor([[3, 4, 5, 6], [3, 5, 3, 7]])
+    processor = lp.EncoderNoRepeatNGramLogitsProcessor(2, sources)
+    ids = torch.tensor([[2, 3], [2, 5], [2, 3], [2, 4]])
+    scores = draw_scores(0, 4, False)
+    expected = processor(ids, scores.clone())
+    assert expected[2, [5, 7]].eq(-math.inf).all()
+    torch.testing.assert_close(apply([processor], ids, 1, scores), expected, rtol=0, atol=0)
+
+
+def test_sources_of_many_lengths_have_tables_of_one_shape() -> None:
+    def shape(tokens: int) -> torch.Size:
+        processor = lp.EncoderNoRepeatNGramLogitsProcessor(3, torch.arange(2, tokens + 2)[None])
+        ((_, (table,)),) = rules([processor])
+        return table.shape
+
+    assert [shape(n) for n in (1, 20, 128, 129)] == [(1, 128, 3), (1, 128, 3), (1, 128, 3), (1, 256, 3)]
+
+
+def test_tokens_without_a_score_are_not_excluded() -> None:
+    ids = torch.tensor([[3, VOCABULARY + 5, 3, 4, 3]])
+    scores = draw_scores(0, 1, False)
+    out = apply([lp.NoRepeatNGramLogitsProcessor(2)], ids, 2, scores)
+    assert out[0, 4] == -math.inf
+    scores[0, 4] = -math.inf
+    assert torch.equal(out, scores)

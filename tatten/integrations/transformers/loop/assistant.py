@@ -15,7 +15,8 @@ from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.argmax import argmax
 from tatten.integrations.transformers.loop.call import GenerateCall, prefill_static
 from tatten.integrations.transformers.loop.compiled_function import Calls, CompiledFunction
-from tatten.integrations.transformers.loop.processors import History, Scores, processed
+from tatten.integrations.transformers.loop.history import History
+from tatten.integrations.transformers.loop.processors import Scores, processed
 from tatten.integrations.transformers.loop.step import StepState
 
 
@@ -67,7 +68,7 @@ def first_draft(
     Args:
         draft: the draft model.
         cache: its cache, which may lack the last two tokens of the text.
-        state, rules, inputs: as for `verify`. A repetition penalty does not count the drafts of the step.
+        state, rules, inputs: as for `verify`. Rules do not read the drafts of the step.
         drafts: the drafts, which are shifted by one place.
     """
     position = state.length - 2 + torch.arange(2, device=state.length.device)
@@ -114,5 +115,6 @@ def _choose(
         **inputs,
     )
     scores = draft(**arguments, return_dict=True).logits[:, -1].to(copy=True, dtype=torch.float32)
-    token = argmax(processed(scores, History(position[-1:] + 1, state.occurred), rules, state.operands))
+    history = History(position[-1:] + 1, state.sequences, state.occurred)
+    token = argmax(processed(scores, history, rules, state.operands))
     drafts.copy_(torch.cat([drafts[1:], token]))

@@ -14,6 +14,15 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as lp
 
+from tatten.integrations.transformers.loop.history import History
+from tatten.integrations.transformers.loop.text_rules import (
+    bad_words,
+    ngrams_of_source,
+    no_bad_words,
+    no_ngram_of_source,
+    no_repeated_ngram,
+    size_of,
+)
 from tatten.passes.top_k import LEAST_SCORES, MOST_SCORES
 
 # On a GPU Inductor computes a cumsum by a scan with decoupled look-back. The order of its sums depends on timing, and
@@ -25,18 +34,6 @@ torch.library.register_fake("tatten::cumsum", lambda x: x.new_empty(x.shape), li
 
 LEAST_FLOAT = -math.inf
 BUCKETS = 64, 1024, 1 << 20  # of the k of top-k
-
-
-class History(NamedTuple):
-    """The state of the text that processors read. With drafts, a row of scores follows each of them.
-
-    Attributes:
-        length: int64 `[1]` or `[rows, 1]`, the number of tokens before a row of scores, the prompt included.
-        occurred: bool `[rows, vocabulary]`, the tokens that a repetition penalty counts; None without a penalty.
-    """
-
-    length: Tensor
-    occurred: Tensor | None
 
 
 Scores = Callable[..., Tensor]  # takes scores, float32 `[rows, vocabulary]`, a History, and operands
@@ -249,6 +246,9 @@ _RULES: dict[type, tuple[Scores, Callable[[Any], tuple[Tensor, ...]]]] = {
     lp.EpsilonLogitsWarper: (_epsilon, lambda x: (_number(x.epsilon), *_rank(x.min_tokens_to_keep))),
     lp.EtaLogitsWarper: (_eta, lambda x: (_number(x.epsilon), *_rank(x.min_tokens_to_keep))),
     lp.RepetitionPenaltyLogitsProcessor: (_repetition, lambda x: (_number(x.penalty),)),
+    lp.NoRepeatNGramLogitsProcessor: (no_repeated_ngram, size_of),
+    lp.EncoderNoRepeatNGramLogitsProcessor: (no_ngram_of_source, ngrams_of_source),
+    lp.NoBadWordsLogitsProcessor: (no_bad_words, bad_words),
     lp.SuppressTokensLogitsProcessor: (_suppress, lambda x: (_tokens(x.suppress_tokens),)),
     lp.SuppressTokensAtBeginLogitsProcessor: (
         _suppress_at,

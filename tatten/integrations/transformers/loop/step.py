@@ -12,7 +12,8 @@ from transformers import Cache, PreTrainedModel
 
 from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.argmax import argmax
-from tatten.integrations.transformers.loop.processors import History, Scores, processed
+from tatten.integrations.transformers.loop.history import History
+from tatten.integrations.transformers.loop.processors import Scores, processed
 
 
 @dataclass
@@ -34,7 +35,7 @@ class StepState:
         eos: the tokens that end a text, `[n]`, or None.
         pad: the token that follows the end of a text, 0-d; None without `eos`.
         noise: float32 `[batch, vocabulary]`, drawn from an exponential distribution; None for greedy decoding.
-        occurred: see `tatten.integrations.transformers.loop.processors.History`.
+        occurred: see `tatten.integrations.transformers.loop.history.History`.
         limit: int64 `[1]`, the length at which a text ends; None for a step of one token.
         operands: the operands of each rule.
     """
@@ -85,7 +86,7 @@ def decode_step(
         **inputs,
     )
     scores = model(**arguments, return_dict=True).logits[:, -1].to(copy=True, dtype=torch.float32)
-    scores = processed(scores, History(state.length, state.occurred), rules, state.operands)
+    scores = processed(scores, History(state.length, state.sequences, state.occurred), rules, state.operands)
     # As `torch.multinomial` of one sample divides by exponential noise, the same seed gives the same tokens.
     token = argmax(scores if state.noise is None else scores.softmax(-1) / state.noise)
     needed, failed = ~state.ended.all(), state.report[2]

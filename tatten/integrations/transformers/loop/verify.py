@@ -15,7 +15,8 @@ from transformers import Cache, PreTrainedModel
 
 from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.argmax import argmax
-from tatten.integrations.transformers.loop.processors import History, Scores, processed
+from tatten.integrations.transformers.loop.history import History
+from tatten.integrations.transformers.loop.processors import Scores, processed
 from tatten.integrations.transformers.loop.step import StepState
 
 
@@ -49,7 +50,8 @@ def verify(
         **inputs,
     )
     scores = model(**arguments, return_dict=True).logits[0].to(copy=True, dtype=torch.float32)
-    history = History(length + offsets[:, None], _occurred_before(state.occurred, proposed))
+    text = state.sequences.index_copy(1, length + offsets[:-1], proposed[None])
+    history = History(length + offsets[:, None], text, _occurred_before(state.occurred, proposed))
     chosen = argmax(processed(scores, history, rules, state.operands))
     accepted = (proposed == chosen[:-1]).long().cumprod(0).sum()
     new = accepted + 1
