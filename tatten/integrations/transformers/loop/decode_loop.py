@@ -167,10 +167,14 @@ class DecodeLoop:
     def _decode(self, call: GenerateCall, streamer: Any) -> Any:
         steps = self._steps.setdefault(call.model, Steps())
         owns_cache = not is_users_cache(call.inputs[CACHE])
-        cache, cache_key = cache_for(call, steps)
-        call.inputs[CACHE] = cache
+        call_cache = cache_for(call, steps)
+        call.inputs[CACHE] = call_cache.prefill
         first, vocabulary = call.first_token()
-        step = prepare(call, steps, (cache, cache_key), first, vocabulary)
+        step = prepare(call, steps, call_cache, first, vocabulary)
+        returns = call.config.return_dict_in_generate
+        cache = call_cache.prefill if step.source is None or returns else step.source.cache
+        call.inputs[CACHE], cache_key = cache, call_cache.key
+        del call_cache  # with it, the keys and values of a source that the prefill stored
         on_gpu = call.ids.is_cuda
         if step.assistant is not None:
             step.assistant.read_prompt(call)
@@ -196,7 +200,7 @@ class DecodeLoop:
         if surplus and not owns_cache:
             decoder_cache(cache).crop(-surplus)
         sequences = step.state.sequences[:, : call.ids.shape[1] + 1 + reader.needed_tokens].clone()
-        if not call.config.return_dict_in_generate:
+        if not returns:
             return sequences
         if owns_cache:  # the caller gets the cache, so later calls must not write to it
             for key in [key for key in steps if key[0] == cache_key]:

@@ -29,7 +29,7 @@ from tatten.integrations.transformers.loop.fingerprint import leaves, numbers_of
 from tatten.integrations.transformers.loop.generate_call import is_users_cache
 from tatten.integrations.transformers.loop.lookup import lookup_step
 from tatten.integrations.transformers.loop.processors import rules
-from tatten.integrations.transformers.loop.source import Source, layout, slots_for
+from tatten.integrations.transformers.loop.source import Source, SourceInputs, source_inputs
 from tatten.integrations.transformers.loop.step import StepState, decode_step
 from tatten.integrations.transformers.loop.verify import verify
 
@@ -57,43 +57,51 @@ class PreparedStep:
 Steps = OrderedDict[tuple[object, ...], PreparedStep]  # the first part of a key is the key of the cache
 
 
-def cache_for(call: GenerateCall, steps: Steps) -> tuple[Cache, tuple[object, ...]]:
-    """Return a cache for a prefill, and the key of its step's cache.
+@dataclass(frozen=True)
+class CallCache:
+    """The cache of a call.
 
-    It is the user's cache, the cleared cache of an earlier call, or a new cache.
+    Attributes:
+        prefill: the cache that the prefill fills: the user's cache, the cleared cache of an earlier call, or a new one.
+        key: the first part of the keys of its steps.
+        source: the inputs of an encoder-decoder's steps. It is None without an encoder, and with a user's cache.
+        earlier: a step with the same cache, or None.
     """
+
+    prefill: Cache
+    key: tuple[object, ...]
+    source: SourceInputs | None = None
+    earlier: PreparedStep | None = None
+
+
+def cache_for(call: GenerateCall, steps: Steps) -> CallCache:
+    """Return the cache of a call."""
     like, batch, mode = call.inputs[CACHE], len(call.ids), modes(call.ids.device)
     if is_users_cache(like):
-        return like, ("of the user", id(like), mode)
+        return CallCache(like, ("of the user", id(like), mode))
     requested = getattr(call.config, "max_cache_len", None) or 0
     capacity = max(capacity_for(call.max_length + call.drafts), requested)
-    inputs = call.constant_inputs() if isinstance(like, EncoderDecoderCache) else None
-    source = () if inputs is None else layout(inputs, slots_for(call.model, inputs))
+    encodes = isinstance(like, EncoderDecoderCache)
+    source = source_inputs(call.model, call.constant_inputs()) if encodes else None
+    layout = () if source is None else source.layout()
     numbers = tuple(numbers_of(vars(call.model.config)))  # layers, heads and widths are among them
-    key = batch, capacity, call.model.dtype, call.ids.device, source, mode, numbers
-    earlier = _step_with_cache(key, steps)
+    key = batch, capacity, call.model.dtype, call.ids.device, layout, mode, numbers
+    earlier = next((step for step_key, step in steps.items() if step_key[0] == key), None)
     if earlier is None:
-        return cache_for_prefill(static_cache(call.model, capacity), like), key
+        return CallCache(cache_for_prefill(static_cache(call.model, capacity), like), key, source)
     assert isinstance(earlier.cache, Cache)
-    return cache_for_prefill(decoder_cache(earlier.cache), like), key
+    return CallCache(cache_for_prefill(decoder_cache(earlier.cache), like), key, source, earlier)
 
 
-def _step_with_cache(key: tuple[object, ...], steps: Steps) -> PreparedStep | None:
-    return next((step for step_key, step in steps.items() if step_key[0] == key), None)
-
-
-def _source_for(call: GenerateCall, steps: Steps, prefilled: Cache, key: tuple[object, ...]) -> Source | None:
-    """Return the source of a call, in the buffers of an earlier call if there is one.
-
-    The result is None for a model without an encoder, and with a cache that the user passed.
-    """
-    if is_users_cache(prefilled) or not isinstance(prefilled, EncoderDecoderCache):
+def _source_of(cache: CallCache) -> Source | None:
+    """Return the source of a call, whose prefill has run, in the buffers of an earlier call if there is one."""
+    if cache.source is None:
         return None
-    inputs, earlier = call.constant_inputs(), _step_with_cache(key, steps)
-    if earlier is None or earlier.source is None:
-        return Source(prefilled, inputs, slots_for(call.model, inputs))
-    earlier.source.fill(prefilled, inputs)
-    return earlier.source
+    assert isinstance(cache.prefill, EncoderDecoderCache)
+    if cache.earlier is None or cache.earlier.source is None:
+        return Source(cache.prefill, cache.source)
+    cache.earlier.source.fill(cache.prefill, cache.source)
+    return cache.earlier.source
 
 
 def modes(device: torch.device) -> tuple[object, ...]:
@@ -102,28 +110,25 @@ def modes(device: torch.device) -> tuple[object, ...]:
     return torch.is_inference_mode_enabled(), autocast
 
 
-def prepare(
-    call: GenerateCall, steps: Steps, cache_and_key: tuple[Cache, tuple[object, ...]], first: Tensor, vocabulary: int
-) -> PreparedStep:
+def prepare(call: GenerateCall, steps: Steps, call_cache: CallCache, first: Tensor, vocabulary: int) -> PreparedStep:
     """Return a step with the state of this call, in the buffers of an earlier call of the same kind if there is one.
 
     Args:
         call: the call, whose prefill has run.
         steps: the prepared steps of the model.
-        cache_and_key: the results of `cache_for`.
+        call_cache: its cache.
         first, vocabulary: the results of the prefill.
     """
-    prefilled, cache_key = cache_and_key
-    source = _source_for(call, steps, prefilled, cache_key)
-    cache = prefilled if source is None else source.cache
+    source = _source_of(call_cache)
+    cache = call_cache.prefill if source is None else source.cache
     call_rules = rules(call.processors)
     functions = tuple([rule.apply for rule in call_rules])
     state = initial_state(call, cache, first, vocabulary, call_rules)
     compiling = compile_arguments(call.config.compile_config, call.ids.device)
-    inputs = call.constant_inputs()
+    inputs = call.constant_inputs() if source is None else source.inputs
     drafts, ngram = call.drafts, call.config.max_matching_ngram_size or 2 if call.drafts else 0
     key = (
-        cache_key,
+        call_cache.key,
         functions,
         tuple([name for name, x in vars(state).items() if x is None]),
         tuple([(x.shape, x.dtype) for x in state.tensors()]),
