@@ -96,20 +96,23 @@ def _run_passes(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> tu
         The findings, and a note on caches, selections and linear layers that were changed; empty if none were.
     """
     errors = list[Declined]()
+
+    def find(search: Callable[[], list[T]]) -> list[T]:
+        return or_nothing(search, errors) if run.unsupported is None else []
+
     attention = find_attention(gm.graph, errors)
     handled = {*attention.written_out.values(), *attention.flex}
     others = [] if errors else or_nothing(lambda: [*find_other_attention(gm.graph, handled)], errors)
     nested = find_nested(gm, errors)
     # Before calls are rewritten: the values of nodes that an edit inserts are unknown, and might be counters.
-    supported = run.unsupported is None
-    counters = or_nothing(lambda: find_counters(gm.graph, run.movers), errors) if run.counters and supported else []
+    counters = find(lambda: find_counters(gm.graph, run.movers)) if run.counters else []
     findings = [failed.get(node.name) or _rewrite_call(node, attention, run) for node in attention.nodes]
-    selections = or_nothing(lambda: find_top_k(gm.graph), errors) if supported else []
+    selections = find(lambda: find_top_k(gm.graph))
     unsorted = _edit_each(selections, lambda x: x.node, apply_top_k, failed, errors)
     scores = _score_keys(gm, run, failed)  # after calls: the proof of their picks reads the program's scores
-    slides = or_nothing(lambda: find_slides(gm.graph, run.movers), errors) if run.fuses and supported else []
+    slides = find(lambda: find_slides(gm.graph, run.movers)) if run.fuses else []
     moved = _edit_each(slides, lambda x: x.copy, apply_slide, failed, errors)
-    linears = or_nothing(lambda: _find_linears(gm, run, errors), errors) if supported else []
+    linears = find(lambda: _find_linears(gm, run, errors))
     launches = _edit_each(linears, lambda x: x.layers[0].node, _apply_linears, failed, errors)
     layers = sum(len(x.layers) for x in linears if x.layers[0].node.name not in failed)
     counters = counters if calls_ops(gm) else []
