@@ -15,7 +15,14 @@ from transformers.generation import stopping_criteria as sc
 from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.cache import decoder_layers
 from tatten.integrations.transformers.loop.capture import FailedPrefillError, NoStepError
-from tatten.integrations.transformers.loop.generate_call import drafts_of, is_users_cache, pad_token, prefill
+from tatten.integrations.transformers.loop.generate_call import (
+    TOKEN_TYPES,
+    drafts_of,
+    inputs_of_prefill,
+    is_users_cache,
+    pad_token,
+    prefill,
+)
 from tatten.integrations.transformers.loop.processors import Rule, occurred_tokens
 from tatten.integrations.transformers.loop.step import StepState
 
@@ -99,7 +106,14 @@ class GenerateCall:
         computed = {CACHE, "position_ids", "decoder_position_ids", "decoder_attention_mask"}
         computed |= set() if encodes else {"attention_mask"}
         computed |= {"logits_to_keep"} if self.drafts else set()  # all drafts are checked
-        return {name: x for name, x in self.inputs.items() if name not in computed and not is_missing(x)}
+        computed |= inputs_of_prefill(self.model)
+        constant = {name: x for name, x in self.inputs.items() if name not in computed and not is_missing(x)}
+        return constant | {name: _type_of_new_tokens(name, constant[name]) for name in TOKEN_TYPES if name in constant}
+
+
+def _type_of_new_tokens(name: str, types: Tensor) -> int:
+    """Return the type that `generate` gives to new tokens, which is one for all sequences."""
+    return 0 if name == "mm_token_type_ids" else int(types[0, -1])
 
 
 def prefill_static(model: PreTrainedModel, ids: Tensor, config: GenerationConfig, inputs: dict[str, Any]) -> Any:

@@ -24,6 +24,14 @@ REPLACED = {
 }
 
 
+# Inputs of which new tokens have an entry, too: that of the last token, but 0 for the ones of `mm_token_type_ids`.
+TOKEN_TYPES = "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"
+# Inputs that models read for the positions of a prompt and with the images of a prefill.
+GRIDS = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
+# Models with a `prepare_inputs_for_generation` of their own, which uses images only in a prefill.
+OWN_PREPARATION = {"Gemma3ForConditionalGeneration"}
+
+
 class Dropped(NamedTuple):
     """The arguments of `generate` that it does not pass to a callable `custom_generate` (transformers 5.17 to 5.24).
 
@@ -51,6 +59,19 @@ def moved_method(model: PreTrainedModel) -> str | None:
     if not getattr(model, "_can_compile_fullgraph", True):
         return f"transformers says that {type(model).__name__} does not compile as one graph with a static cache"
     return None
+
+
+def inputs_of_prefill(model: PreTrainedModel) -> frozenset[str]:
+    """Return the names of inputs that steps don't read: images, sounds and their sizes."""
+    base = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+    if not base and type(model).__name__ not in OWN_PREPARATION:
+        return frozenset()
+    try:
+        from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL as names
+    except ImportError as error:
+        moved("transformers.generation.utils", error, "`generate` runs its own loop for images and sounds")
+        return frozenset()
+    return frozenset(names) | GRIDS
 
 
 def drafts_of(config: GenerationConfig, draft: PreTrainedModel) -> int:

@@ -16,7 +16,15 @@ from tatten.integrations.transformers.config import longrope_length
 from tatten.integrations.transformers.loop.cache import static_cache
 from tatten.integrations.transformers.loop.call import is_missing, longest_text, text_length
 from tatten.integrations.transformers.loop.compiled_function import in_dispatch_mode
-from tatten.integrations.transformers.loop.generate_call import Dropped, drafts_of, is_users_cache, moved_method
+from tatten.integrations.transformers.loop.generate_call import (
+    GRIDS,
+    TOKEN_TYPES,
+    Dropped,
+    drafts_of,
+    inputs_of_prefill,
+    is_users_cache,
+    moved_method,
+)
 from tatten.integrations.transformers.loop.processors import unsupported_processor
 
 CRITERIA = (sc.MaxLengthCriteria, sc.EosTokenCriteria, sc.MaxTimeCriteria)
@@ -72,7 +80,7 @@ def reason_against(
         ),
         _cache(cache, config, text_length(length or 0, ids)),
         _drafts(model, ids, config, cache, inputs) if has_drafts else None,
-        _assistant(model, draft, config) if draft is not None else None,
+        _assistant(model, draft, config, inputs) if draft is not None else None,
     )
     return next((text for text in checks if text is not None), None)
 
@@ -108,8 +116,15 @@ def _model(model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> str |
     indexed = getattr(model.config.get_text_config(decoder=True), "index_topk", None) is not None
     if indexed and inputs.get("attention_mask") is not None and not bool(inputs["attention_mask"].all()):
         return "the indexer of the model picks masked keys, as many as the cache has slots"
-    unknown = sorted(name for name, x in inputs.items() if not is_missing(x) and x is not False and name not in INPUTS)
-    return f"the input `{unknown[0]}` of the model may change at each step" if unknown else None
+    # Without positions, a step might compute them from the grids of images.
+    positions = set() if inputs.get("position_ids") is not None else GRIDS
+    known = (INPUTS | inputs_of_prefill(model) | {*TOKEN_TYPES}) - positions
+    unknown = sorted(name for name, x in inputs.items() if not is_missing(x) and x is not False and name not in known)
+    if unknown:
+        return f"the input `{unknown[0]}` of the model may change at each step"
+    types = ((name, inputs[name]) for name in TOKEN_TYPES if inputs.get(name) is not None)
+    mixed = (name for name, x in types if not bool((x[:, -1] == x[0, -1]).all()))
+    return next((f"new tokens have several kinds of `{name}`" for name in mixed), None)
 
 
 def _in_training_mode(model: nn.Module, name: str = "the model") -> str | None:
@@ -198,8 +213,10 @@ def _cannot_remove_drafts(model: PreTrainedModel) -> str | None:
     return f"the cache layers of {type(model).__name__} can't remove refused drafts"
 
 
-def _assistant(model: PreTrainedModel, draft: Any, config: GenerationConfig) -> str | None:
+def _assistant(model: PreTrainedModel, draft: Any, config: GenerationConfig, inputs: dict[str, Any]) -> str | None:
     """Return the reason why a step can't run a draft model."""
+    if any(not is_missing(x) for name, x in inputs.items() if name in inputs_of_prefill(model) | {*TOKEN_TYPES}):
+        return "an assistant in one step reads text alone"
     if config.assistant_ensemble_weight is not None:
         return "`assistant_ensemble_weight` mixes the scores of two models"
     if getattr(config, "speculation_type", None) is not None or "Assistant" in type(draft).__name__:

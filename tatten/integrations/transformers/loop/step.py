@@ -12,6 +12,7 @@ from transformers import Cache, PreTrainedModel
 
 from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.argmax import argmax
+from tatten.integrations.transformers.loop.generate_call import TOKEN_TYPES
 from tatten.integrations.transformers.loop.history import History
 from tatten.integrations.transformers.loop.processors import Scores, processed
 
@@ -61,6 +62,11 @@ class StepState:
         return fields + [x for operands in self.operands for x in operands]
 
 
+def with_token_types(inputs: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
+    """Return the inputs of a step, with tensors in place of the types of new tokens."""
+    return {name: torch.full_like(tokens, x) if name in TOKEN_TYPES else x for name, x in inputs.items()}
+
+
 def decode_step(
     model: PreTrainedModel, cache: Cache, state: StepState, rules: Sequence[Scores], inputs: dict[str, Any]
 ) -> None:
@@ -83,7 +89,7 @@ def decode_step(
         **{CACHE: cache},
         **{name: x for name, x in masks.items() if x is not None or not encodes},
         **position,
-        **inputs,
+        **with_token_types(inputs, state.token),
     )
     scores = model(**arguments, return_dict=True).logits[:, -1].to(copy=True, dtype=torch.float32)
     scores = processed(scores, History(state.length, state.sequences, state.occurred), rules, state.operands)

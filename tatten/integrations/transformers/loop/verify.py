@@ -17,7 +17,7 @@ from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.argmax import argmax
 from tatten.integrations.transformers.loop.history import History
 from tatten.integrations.transformers.loop.processors import Scores, processed
-from tatten.integrations.transformers.loop.step import StepState
+from tatten.integrations.transformers.loop.step import StepState, with_token_types
 
 
 def verify(
@@ -39,15 +39,16 @@ def verify(
     assert state.limit is not None
     row, length, drafts = state.sequences[0], state.length, len(proposed)
     offsets = torch.arange(drafts + 1, device=row.device)
+    tokens = torch.cat([row.index_select(0, length - 1), proposed])[None]
     arguments = model.prepare_inputs_for_generation(
-        torch.cat([row.index_select(0, length - 1), proposed])[None],
+        tokens,
         next_sequence_length=drafts + 1,
         is_first_iteration=False,
         attention_mask=None,
         # Drafts past the end of the text are not accepted, and a table of positions may have no entries for them.
         position_ids=torch.minimum(length - 1 + offsets, state.limit - 1)[None],
         **{CACHE: cache},
-        **inputs,
+        **with_token_types(inputs, tokens),
     )
     scores = model(**arguments, return_dict=True).logits[0].to(copy=True, dtype=torch.float32)
     text = state.sequences.index_copy(1, length + offsets[:-1], proposed[None])
