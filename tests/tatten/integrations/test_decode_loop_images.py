@@ -222,6 +222,14 @@ def test_an_assistant_reads_no_images() -> None:
     assert loop.reason == "an assistant in one step reads text alone"
 
 
+def test_a_prefill_in_chunks() -> None:
+    """With transformers 5.24, a static cache gives chunks of Gemma 3 other masks than a dynamic one."""
+    model, loop = build("gemma3"), DecodeLoop()
+    result, expected, _ = both(model, loop, **with_types(0), prefill_chunk_size=3)
+    assert torch.equal(result, expected)
+    assert loop.reason == "in chunks of a prefill, the mask of an image depends on the kind of cache"
+
+
 class Prepares(transformers.LlavaForConditionalGeneration):
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         return super().prepare_inputs_for_generation(*args, **kwargs)

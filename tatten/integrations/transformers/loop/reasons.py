@@ -67,6 +67,7 @@ def reason_against(
         _mode(config, dropped),
         _results(config),
         _model(model, ids, inputs),
+        _inputs(model, config, inputs, draft is not None),
         "the text has no largest length" if length is None else _long_text(model, length, has_drafts),
         "two repetition penalties may ignore two parts of a prompt" if _penalties(processors) > 1 else None,
         next((text for x in processors if (text := unsupported_processor(x, ids.shape[1])) is not None), None),
@@ -80,7 +81,7 @@ def reason_against(
         ),
         _cache(cache, config, text_length(length or 0, ids)),
         _drafts(model, ids, config, cache, inputs) if has_drafts else None,
-        _assistant(model, draft, config, inputs) if draft is not None else None,
+        _assistant(model, draft, config) if draft is not None else None,
     )
     return next((text for text in checks if text is not None), None)
 
@@ -116,15 +117,26 @@ def _model(model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> str |
     indexed = getattr(model.config.get_text_config(decoder=True), "index_topk", None) is not None
     if indexed and inputs.get("attention_mask") is not None and not bool(inputs["attention_mask"].all()):
         return "the indexer of the model picks masked keys, as many as the cache has slots"
+    return None
+
+
+def _inputs(model: PreTrainedModel, config: GenerationConfig, inputs: dict[str, Any], assisted: bool) -> str | None:
+    """Return the reason why steps can't leave out inputs of a prefill, or don't know those of a step."""
+    of_images = inputs_of_prefill(model) | {*TOKEN_TYPES}
     # Without positions, a step might compute them from the grids of images.
-    positions = set() if inputs.get("position_ids") is not None else GRIDS
-    known = (INPUTS | inputs_of_prefill(model) | {*TOKEN_TYPES}) - positions
-    unknown = sorted(name for name, x in inputs.items() if not is_missing(x) and x is not False and name not in known)
-    if unknown:
-        return f"the input `{unknown[0]}` of the model may change at each step"
-    types = ((name, inputs[name]) for name in TOKEN_TYPES if inputs.get(name) is not None)
-    mixed = (name for name, x in types if not bool((x[:, -1] == x[0, -1]).all()))
-    return next((f"new tokens have several kinds of `{name}`" for name in mixed), None)
+    known = (INPUTS | of_images) - (set() if inputs.get("position_ids") is not None else GRIDS)
+    used = {name: x for name, x in sorted(inputs.items()) if not is_missing(x) and x is not False}
+    if unknown := used.keys() - known:
+        return f"the input `{min(unknown)}` of the model may change at each step"
+    types = {name: x for name, x in used.items() if name in TOKEN_TYPES}
+    mixed = [name for name, x in types.items() if not bool((x[:, -1] == x[0, -1]).all())]
+    if mixed:
+        return f"new tokens have several kinds of `{mixed[0]}`"
+    if assisted and used.keys() & of_images:
+        return "an assistant in one step reads text alone"
+    if config.prefill_chunk_size is not None and used.keys() & of_images:
+        return "in chunks of a prefill, the mask of an image depends on the kind of cache"
+    return None
 
 
 def _in_training_mode(model: nn.Module, name: str = "the model") -> str | None:
@@ -213,10 +225,8 @@ def _cannot_remove_drafts(model: PreTrainedModel) -> str | None:
     return f"the cache layers of {type(model).__name__} can't remove refused drafts"
 
 
-def _assistant(model: PreTrainedModel, draft: Any, config: GenerationConfig, inputs: dict[str, Any]) -> str | None:
+def _assistant(model: PreTrainedModel, draft: Any, config: GenerationConfig) -> str | None:
     """Return the reason why a step can't run a draft model."""
-    if any(not is_missing(x) for name, x in inputs.items() if name in inputs_of_prefill(model) | {*TOKEN_TYPES}):
-        return "an assistant in one step reads text alone"
     if config.assistant_ensemble_weight is not None:
         return "`assistant_ensemble_weight` mixes the scores of two models"
     if getattr(config, "speculation_type", None) is not None or "Assistant" in type(draft).__name__:
