@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionMaskInterface, Cache, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from tatten.ops.moved import moved
@@ -141,7 +141,9 @@ def attention_implementation(config: PreTrainedConfig) -> str | None:
     try:
         name: str | None = config.get_text_config(decoder=True)._attn_implementation
     except AttributeError as error:
-        note = moved("transformers.PreTrainedConfig._attn_implementation", error, "caches over a mesh take no model")
+        note = moved(
+            "transformers.PreTrainedConfig._attn_implementation", error, "no cache over a mesh, no decode loop"
+        )
         raise NotImplementedError(note) from error
     return name
 
@@ -213,3 +215,14 @@ def eager_attention(module: nn.Module) -> Callable[..., Any]:
         f"the module of {type(module).__name__} must define `eager_attention_forward` for soft caps, sinks and "
         'attention weights beyond decode steps, got none: load the model with attn_implementation="eager"'
     )
+
+
+def attention_without_masks(model: PreTrainedModel) -> str | None:
+    """Return the reason why a model can't use a static cache: transformers makes no masks for its attention."""
+    try:
+        name = attention_implementation(model.config)
+    except NotImplementedError as error:
+        return str(error)
+    if name is None or name in AttentionMaskInterface():
+        return None
+    return f"transformers makes no masks for the attention {name!r} of {type(model).__name__}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
@@ -282,3 +283,28 @@ def test_the_reason_why_steps_are_not_captured() -> None:
     assert torch.equal(*both(build("t5"), loop, prompts(1)[0], min_new_tokens=4, max_new_tokens=5))
     assert loop.reason is None
     assert loop.not_captured == "the device cpu has no CUDA graphs"
+
+
+def test_an_attention_without_masks() -> None:
+    """transformers makes no mask for a static cache, so that attention would read its empty slots."""
+
+    def unmasked(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **more: Any) -> Any:
+        return transformers.AttentionInterface()["sdpa"](module, query, key, value, attention_mask, **more)
+
+    transformers.AttentionInterface.register("unmasked", unmasked)
+    model, loop = copy.deepcopy(build("llama")), DecodeLoop()
+    model.set_attn_implementation("unmasked")
+    assert torch.equal(*both(model, loop, prompts(1)[0]))
+    assert loop.reason == "transformers makes no masks for the attention 'unmasked' of LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("more", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}, {}], ids=str)
+def test_more_tokens_than_scores(more: dict[str, Any]) -> None:
+    """The token after the end of a text has no score, as in models that embed more tokens than they generate."""
+    model, loop = copy.deepcopy(build("llama")), DecodeLoop()
+    model.lm_head = torch.nn.Linear(64, 100, bias=False)
+    ids, mask = prompts(3)
+    ids = ids.clamp(max=99)  # transformers 5.17 raises an error for others
+    arguments = {"attention_mask": mask, "pad_token_id": 115, "eos_token_id": list(range(1, 15)), "do_sample": True}
+    assert torch.equal(*both(model, loop, ids, **arguments, **more, max_new_tokens=40))
+    assert loop.reason is None

@@ -90,9 +90,16 @@ def test_a_penalty_that_ignores_the_prompt(penalty: float) -> None:
         assert loop.reason is None
 
 
+def test_more_tokens_to_look_up_than_the_text_may_have() -> None:
+    loop, model = DecodeLoop(), build("llama")
+    more = {"prompt_lookup_num_tokens": 2, "max_matching_ngram_size": 3000}
+    assert torch.equal(*both(model, loop, repeating(0), **more))
+    assert loop.reason is None
+
+
 def test_tokens_that_occurred_before_each_draft() -> None:
-    occurred = torch.tensor([[False, True, False, False]])
-    before = _occurred_before(occurred, torch.tensor([3, 1, 9, 0]))  # 9 is not in the vocabulary
+    occurred = torch.tensor([[False, True, False, False, False]])
+    before = _occurred_before(occurred, torch.tensor([3, 1, 9, 0]))  # 9 is not in the vocabulary of 4 tokens
     assert before is not None
-    assert before.int().tolist() == [[0, 1, 0, 0], [0, 1, 0, 1], [0, 1, 0, 1], [0, 1, 0, 1], [1, 1, 0, 1]]
+    assert before[:, :4].int().tolist() == [[0, 1, 0, 0], [0, 1, 0, 1], [0, 1, 0, 1], [0, 1, 0, 1], [1, 1, 0, 1]]
     assert _occurred_before(None, torch.tensor([3])) is None

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
 
-from tatten.integrations.transformers.loop.history import History
+from tatten.integrations.transformers.loop.history import History, mark
 from tatten.integrations.transformers.loop.processors import (
     FIRST_TOKEN_ONLY,
     _below_kth,
@@ -77,7 +77,7 @@ def apply(processors: list[object], ids: Tensor, prompt: int, scores: Tensor) ->
     occurred = occurred_tokens(processors, ids[:, :prompt], ids[:, prompt : prompt + 1], VOCABULARY)
     for n in range(prompt + 1, ids.shape[1]):
         if occurred is not None:
-            occurred.scatter_(1, ids[:, n : n + 1], True)
+            mark(ids[:, n : n + 1], occurred)
     behind = torch.randint(0, VOCABULARY, (len(ids), 5))  # of an earlier, longer text
     history = History(torch.tensor([ids.shape[1]]), torch.cat([ids, behind], 1), occurred)
     for rule in rules(processors):
@@ -216,3 +216,26 @@ def test_tokens_without_a_score_are_not_excluded() -> None:
     assert out[0, 4] == -math.inf
     scores[0, 4] = -math.inf
     assert torch.equal(out, scores)
+
+
+def test_lists_of_bad_words_have_tables_of_few_shapes() -> None:
+    def shapes(*lengths: int) -> list[tuple[int, ...]]:
+        words = [[3 + i, *[4] * (n - 1)] for i, n in enumerate(lengths)]
+        ((_, operands),) = rules([lp.NoBadWordsLogitsProcessor(words)])
+        return [tuple(x.shape) for x in operands]
+
+    assert shapes(1) == [(1, 128, 1), (128,)]
+    assert shapes(3) == shapes(4, 1, 2) == [(1, 128, 4), (128,)]
+    assert shapes(*[1] * 40, *[2] * 89) == [(1, 256, 2), (256,)]
+
+
+def test_bad_words_in_a_short_text() -> None:
+    """The padding of a short word matches any token, but no place before the text."""
+    processor = lp.NoBadWordsLogitsProcessor([[3, 4, 5, 6], [7], [4, 8], [3, 4, 9]])
+    scores = draw_scores(0, 1, False)
+    for ids in ([[4]], [[3, 4]], [[2, 4]], [[2, 3, 4]], [[3, 4, 5]]):
+        tokens = torch.tensor(ids)
+        expected = processor(tokens, scores.clone())
+        history = History(torch.tensor([tokens.shape[1]]), torch.tensor([[*ids[0], 3, 4]]), None)
+        ((apply_rule, operands),) = rules([processor])
+        torch.testing.assert_close(apply_rule(scores, history, *operands), expected, rtol=0, atol=0)

@@ -38,6 +38,8 @@ def lookup_step(
 
 def propose(row: Tensor, length: Tensor, drafts: int, ngram: int) -> Tensor:
     """Return the tokens after the last earlier occurrence of the text's last `ngram` tokens, `[drafts]`."""
+    if ngram > len(row):
+        return row[:drafts]
     windows = row.unfold(0, ngram, 1)
     starts = torch.arange(len(windows), device=row.device)
     tail = row.index_select(0, (length - ngram + torch.arange(ngram, device=row.device)).clamp(min=0))

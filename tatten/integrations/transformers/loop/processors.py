@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as lp
 
-from tatten.integrations.transformers.loop.history import History
+from tatten.integrations.transformers.loop.history import History, mark
 from tatten.integrations.transformers.loop.text_rules import (
     bad_words,
     ngrams_of_source,
@@ -105,8 +105,7 @@ def occurred_tokens(processors: Sequence[Any], ids: Tensor, first: Tensor, vocab
     positions = torch.arange(ids.shape[1], device=ids.device)
     counted = ids.masked_fill(positions < ignored.to(ids.device).reshape(-1, 1), vocabulary)
     occurred = torch.zeros(len(ids), vocabulary + 1, dtype=torch.bool, device=ids.device)
-    occurred.scatter_(1, counted.clamp(max=vocabulary), True).scatter_(1, first, True)
-    return occurred[:, :vocabulary].contiguous()
+    return mark(first, mark(counted, occurred))
 
 
 def _number(x: float) -> Tensor:
@@ -205,7 +204,8 @@ def _eta(scores: Tensor, history: History, epsilon: Tensor, kept: Tensor, bucket
 
 def _repetition(scores: Tensor, history: History, penalty: Tensor) -> Tensor:
     assert history.occurred is not None
-    return torch.where(history.occurred, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+    occurred = history.occurred[:, : scores.shape[1]]
+    return torch.where(occurred, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
 def _suppress(scores: Tensor, history: History, tokens: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from transformers.generation import stopping_criteria as sc
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 from transformers.pytorch_utils import Conv1D
 
-from tatten.integrations.transformers.config import longrope_length
+from tatten.integrations.transformers.config import attention_without_masks, longrope_length
 from tatten.integrations.transformers.loop.cache import static_cache
 from tatten.integrations.transformers.loop.call import is_missing, longest_text, text_length
 from tatten.integrations.transformers.loop.compiled_function import in_dispatch_mode
@@ -117,7 +117,7 @@ def _model(model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> str |
     indexed = getattr(model.config.get_text_config(decoder=True), "index_topk", None) is not None
     if indexed and inputs.get("attention_mask") is not None and not bool(inputs["attention_mask"].all()):
         return "the indexer of the model picks masked keys, as many as the cache has slots"
-    return None
+    return attention_without_masks(model)
 
 
 def _inputs(model: PreTrainedModel, config: GenerationConfig, inputs: dict[str, Any], assisted: bool) -> str | None:
@@ -242,4 +242,4 @@ def _assistant(model: PreTrainedModel, draft: Any, config: GenerationConfig) -> 
     sizes = [x.config.get_text_config(decoder=True).vocab_size for x in (model, draft)]
     if sizes[0] != sizes[1]:
         return f"the model has a vocabulary of {sizes[0]} tokens, the assistant one of {sizes[1]}"
-    return moved_method(draft) or _cannot_remove_drafts(draft)
+    return moved_method(draft) or attention_without_masks(draft) or _cannot_remove_drafts(draft)

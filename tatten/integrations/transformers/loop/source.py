@@ -13,6 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from tatten.caches.static_address import mark_static
+from tatten.integrations.transformers.config import attention_implementation
 from tatten.integrations.transformers.loop.fingerprint import leaves
 
 LEAST_STEP = 128  # between the numbers of slots of short sources
@@ -94,10 +95,9 @@ def source_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> SourceInput
 
 def _masks_source(model: PreTrainedModel) -> bool:
     decoder: nn.Module = model.get_decoder()
-    if not type(model).__module__.startswith("transformers.models."):
-        return False
-    implementation = getattr(getattr(decoder, "config", None), "_attn_implementation", None)
-    return implementation in MASKING and "encoder_attention_mask" in inspect.signature(decoder.forward).parameters
+    of_transformers = type(model).__module__.startswith("transformers.models.")
+    masks = of_transformers and attention_implementation(decoder.config) in MASKING
+    return masks and "encoder_attention_mask" in inspect.signature(decoder.forward).parameters
 
 
 def _copied(x: Any, dim: int, slots: int | None) -> Any:

@@ -13,7 +13,7 @@ from transformers import Cache, PreTrainedModel
 from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.argmax import argmax
 from tatten.integrations.transformers.loop.generate_call import TOKEN_TYPES
-from tatten.integrations.transformers.loop.history import History
+from tatten.integrations.transformers.loop.history import History, mark
 from tatten.integrations.transformers.loop.processors import Scores, processed
 
 
@@ -107,7 +107,7 @@ def decode_step(
     state.length.add_(1)
     state.report.copy_(torch.stack([state.report[0] + needed, state.ended.all().long(), failed]))
     if state.occurred is not None:
-        state.occurred.scatter_(1, token[:, None], True)
+        mark(token[:, None], state.occurred)
     if state.position is not None:
         state.position.add_(1)
     state.token.copy_(token[:, None])

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tatten.integrations.transformers.loop.history import History
+from tatten.integrations.transformers.loop.history import History, mark
 
-COUNTS = 128  # numbers of n-grams of a source are multiples of it, so that sources of many lengths share a step
+COUNTS = 128  # sizes of tables are multiples of it, so that sources of many lengths and lists of words share a step
 
 
 def no_repeated_ngram(scores: Tensor, history: History, size: Tensor) -> Tensor:
@@ -48,9 +48,8 @@ def _completing(scores: Tensor, history: History, prefixes: Tensor, last: Tensor
     tail = history.text.expand(rows, -1).gather(1, places.clamp(min=0).expand(rows, -1))
     tail = torch.where(places >= 0, tail, -1)[:, None]
     completes = ((tail == prefixes) | (prefixes < 0)).all(-1) & (last >= 0)
-    # The column behind the vocabulary is dropped: a text may also have tokens without a score.
     excluded = torch.zeros(rows, vocabulary + 1, dtype=torch.bool, device=scores.device)
-    return excluded.scatter(1, torch.where(completes, last, vocabulary).clamp(max=vocabulary), True)[:, :vocabulary]
+    return mark(torch.where(completes, last, vocabulary), excluded)[:, :vocabulary]
 
 
 def size_of(processor: Any) -> tuple[Tensor]:
@@ -69,12 +68,14 @@ def ngrams_of_source(processor: Any) -> tuple[Tensor]:
 
 
 def bad_words(processor: Any) -> tuple[Tensor, Tensor]:
-    """Return the operands of `no_bad_words`.
+    """Return the operands of `no_bad_words`, in sizes that many lists have.
 
     transformers 5.24 excludes a token if the rest of a word is the text; before, the text has to have one more token.
     """
-    words: Sequence[Sequence[int]] = [*processor.sequence_bias]
-    longest, fewer = max(map(len, words), default=1), int(hasattr(processor, "multi_token_biases"))
-    table = [[*[-1] * (longest - len(word)), *word] for word in words]
-    least = [len(word) - fewer if len(word) > 1 else 0 for word in words]
-    return torch.tensor([table], dtype=torch.int64).reshape(1, -1, longest), torch.tensor(least, dtype=torch.int64)
+    words: Sequence[Sequence[int]] = [word for word in processor.sequence_bias if word]
+    longest = 1 << (max(map(len, words), default=1) - 1).bit_length()
+    count = max(1, -(-len(words) // COUNTS)) * COUNTS
+    fewer = int(hasattr(processor, "multi_token_biases"))
+    table = [[*[-1] * (longest - len(word)), *word] for word in words] + [[-1] * longest] * (count - len(words))
+    least = [len(word) - fewer if len(word) > 1 else 0 for word in words] + [0] * (count - len(words))
+    return torch.tensor([table], dtype=torch.int64), torch.tensor(least, dtype=torch.int64)

@@ -15,7 +15,7 @@ from transformers import Cache, PreTrainedModel
 
 from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.argmax import argmax
-from tatten.integrations.transformers.loop.history import History
+from tatten.integrations.transformers.loop.history import History, mark
 from tatten.integrations.transformers.loop.processors import Scores, processed
 from tatten.integrations.transformers.loop.step import StepState, with_token_types
 
@@ -67,7 +67,7 @@ def verify(
     state.latest.copy_(chosen[None])
     length.add_(new)
     if state.occurred is not None:
-        state.occurred.scatter_(1, torch.where(offsets < new, chosen, chosen[:1])[None], True)
+        mark(torch.where(offsets < new, chosen, chosen[:1])[None], state.occurred)
     for layer in cache.layers:
         layer.cumulative_length.sub_(drafts + 1 - new)
     state.ended.logical_or_((ends & (offsets < new)).any() | (length >= state.limit))
@@ -75,12 +75,10 @@ def verify(
 
 
 def _occurred_before(occurred: Tensor | None, proposed: Tensor) -> Tensor | None:
-    """Return the tokens that occurred in the text, `[1, vocabulary]`, or in the drafts before each row of scores."""
+    """Return the tokens that occurred in the text or in the drafts before each row of scores; see `History`."""
     if occurred is None:
         return None
-    drafts, vocabulary = len(proposed), occurred.shape[1]
+    drafts, columns = len(proposed), occurred.shape[1]
     places = torch.arange(drafts + 1, device=proposed.device)
-    earlier = torch.where(places[:drafts] < places[:, None], proposed, vocabulary)
-    earlier = earlier.clamp(max=vocabulary)  # a column that is dropped; a text may have tokens without a score
-    drafted = occurred.new_zeros(drafts + 1, vocabulary + 1).scatter(1, earlier, True)
-    return occurred | drafted[:, :vocabulary]
+    earlier = torch.where(places[:drafts] < places[:, None], proposed, columns)
+    return occurred | mark(earlier, occurred.new_zeros(drafts + 1, columns))
