@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from tatten.integrations.transformers import DecodeLoop
-from tatten.integrations.transformers.loop.generate_call import inputs_of_prefill
+from tatten.integrations.transformers.loop.generate_call import GRIDS, inputs_of_prefill
 from tatten.ops import moved
 
 IMAGE, VIDEO, START, END = 60, 61, 62, 63
@@ -235,9 +235,16 @@ class Prepares(transformers.LlavaForConditionalGeneration):
         return super().prepare_inputs_for_generation(*args, **kwargs)
 
 
-def test_a_model_that_prepares_inputs_by_code_of_its_own() -> None:
+class Derived(transformers.LlavaForConditionalGeneration):
+    pass
+
+
+def test_models_outside_of_transformers() -> None:
+    """`generate` keeps images from steps, but a step may read the grids, and code that prepares inputs anything."""
+    config = build("llava").config
     assert inputs_of_prefill(build("llava")) > {"pixel_values", "image_grid_thw"}
-    assert inputs_of_prefill(Prepares(build("llava").config)) == frozenset()
+    assert {"pixel_values"} < inputs_of_prefill(Derived(config)) == inputs_of_prefill(build("llava")) - GRIDS
+    assert inputs_of_prefill(Prepares(config)) == frozenset()
 
 
 def test_images_if_transformers_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,13 +23,12 @@ REPLACED = {
     "_has_unfinished_sequences": "ends texts",
 }
 
-
 # Inputs of which new tokens have an entry, too: that of the last token, but 0 for the ones of `mm_token_type_ids`.
 TOKEN_TYPES = "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"
-# Inputs that models read for the positions of a prompt and with the images of a prefill.
+# Inputs that the models of transformers read for the positions of a prompt and with the images of a prefill.
 GRIDS = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
 # Models with a `prepare_inputs_for_generation` of their own, which uses images only in a prefill.
-OWN_PREPARATION = {"Gemma3ForConditionalGeneration"}
+OWN_PREPARATION = {"transformers.models.gemma3.modeling_gemma3.Gemma3ForConditionalGeneration"}
 
 
 class Dropped(NamedTuple):
@@ -63,15 +62,16 @@ def moved_method(model: PreTrainedModel) -> str | None:
 
 def inputs_of_prefill(model: PreTrainedModel) -> frozenset[str]:
     """Return the names of inputs that steps don't read: images, sounds and their sizes."""
+    name = f"{type(model).__module__}.{type(model).__qualname__}"
     base = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
-    if not base and type(model).__name__ not in OWN_PREPARATION:
+    if not base and name not in OWN_PREPARATION:
         return frozenset()
     try:
         from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL as names
     except ImportError as error:
         moved("transformers.generation.utils", error, "`generate` runs its own loop for images and sounds")
         return frozenset()
-    return frozenset(names) | GRIDS
+    return frozenset(names) | (GRIDS if name.startswith("transformers.models.") else set())
 
 
 def drafts_of(config: GenerationConfig, draft: PreTrainedModel) -> int:
