@@ -26,6 +26,7 @@ SMALL = {
     "eos_token_id": 1,
 }
 WARPS = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.2}
+OF_TEXT = {"do_sample": True, "no_repeat_ngram_size": 2, "bad_words_ids": [[x] for x in range(9, 300)] + [[3, 4]]}
 # Without fused matrix products, so that logits have the bits of eager mode in all but a few places.
 CONFIG = CompileConfig(backend="tatten", mode=None, options={"inner": "aot_eager"})
 
@@ -50,7 +51,9 @@ def runner(loop: DecodeLoop, model: transformers.PreTrainedModel) -> Any:
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"do_sample": False}, {"do_sample": True}, WARPS], ids=["greedy", "sampled", "warped"]
+    "kwargs",
+    [{"do_sample": False}, {"do_sample": True}, WARPS, OF_TEXT],
+    ids=["greedy", "sampled", "warped", "of the text"],
 )
 @pytest.mark.parametrize("batch", [1, 3])
 def test_captured_steps_give_the_tokens_of_generate(batch: int, kwargs: dict[str, Any]) -> None:
