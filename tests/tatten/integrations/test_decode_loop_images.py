@@ -1,4 +1,4 @@
-"""Images in the decode loop: a prefill reads them, steps don't, and tokens are those of `generate`."""
+"""Images and sounds in the decode loop: a prefill reads them, steps don't, and tokens are those of `generate`."""
 
 from __future__ import annotations
 
@@ -66,6 +66,12 @@ def with_types(seed: int) -> dict[str, Any]:
     return {**inputs, "token_type_ids": (inputs["input_ids"] == IMAGE).long()}
 
 
+def sound(seed: int) -> dict[str, Any]:
+    """A prompt with a sound of 16 frames, which takes 2 tokens."""
+    ids = torch.tensor([[5, IMAGE, IMAGE, 6, 7, 8 + seed]])
+    return {"input_ids": ids, "input_features": draw(seed, 1, 8, 16)}
+
+
 def with_sizes(seed: int) -> dict[str, Any]:
     return {**square(seed), "image_sizes": torch.tensor([[28, 28]])}
 
@@ -131,6 +137,16 @@ KINDS: dict[str, tuple[str, dict[str, Any], Callable[[int], dict[str, Any]]]] = 
         },
         with_sizes,
     ),
+    "voxtral": (
+        "Voxtral",
+        {
+            "audio_config": {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1}
+            | {"num_attention_heads": 2, "num_mel_bins": 8, "max_source_positions": 8},
+            "text_config": TEXT | {"model_type": "llama", "head_dim": 16},
+            "audio_token_id": IMAGE,
+        },
+        sound,
+    ),
 }
 
 
@@ -172,8 +188,8 @@ def test_tokens_after_images(kind: str) -> None:
         assert torch.equal(result, expected)
         assert graphs == (seed == 0)
         texts.append(result[:, -14:])
-    other_image = {**make(0), "pixel_values": make(0)["pixel_values"] + 1}
-    assert not torch.equal(both(model, loop, **other_image)[0][:, -14:], texts[0])
+    others = {name: x + 1 if x.is_floating_point() else x for name, x in make(0).items()}
+    assert not torch.equal(both(model, loop, **others)[0][:, -14:], texts[0])
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
