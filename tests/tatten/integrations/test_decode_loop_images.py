@@ -17,6 +17,8 @@ from tatten.integrations.transformers import DecodeLoop
 from tatten.integrations.transformers.loop.generate_call import GRIDS, inputs_of_prefill
 from tatten.ops import moved
 
+pytestmark = pytest.mark.drawn(8)
+
 IMAGE, VIDEO, START, END = 60, 61, 62, 63
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 CLIP = VISION | {"image_size": 28, "patch_size": 14}

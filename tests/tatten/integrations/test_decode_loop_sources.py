@@ -21,6 +21,8 @@ from tatten.integrations.transformers import DecodeLoop, cache_kwargs
 from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.source import source_inputs
 
+pytestmark = pytest.mark.drawn(8)
+
 TOKENS = {"vocab_size": 120, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 2}
 T5 = {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "d_kv": 16}
 BART = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
