@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import decode_loops
 import pytest
 import torch
 import transformers
-from decode_loops import EAGER, SIZES
+from decode_loops import SIZES, graphs_of
 from slow import slow_after
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from tatten.integrations.transformers import DecodeLoop
 from tatten.integrations.transformers.loop.generate_call import GRIDS, inputs_of_prefill
@@ -168,15 +168,11 @@ def build(kind: str) -> Any:
     return model.eval()
 
 
-def both(model: Any, loop: DecodeLoop, **arguments: Any) -> tuple[Tensor, Tensor, int]:
-    """The tokens of `generate` and of the loop from one seed, and the number of graphs that the loop compiled."""
-    arguments = {"do_sample": True, "max_new_tokens": 14, **arguments}
-    torch.manual_seed(0)
-    expected = model.generate(**arguments, disable_compile=True)
-    counters.clear()
-    torch.manual_seed(0)
-    result = model.generate(**arguments, custom_generate=loop, compile_config=EAGER)
-    return result, expected, counters["stats"]["unique_graphs"]
+def both(model: Any, loop: DecodeLoop, input_ids: Tensor, **arguments: Any) -> tuple[Tensor, Tensor, int]:
+    """The tokens of the loop and of `generate` from one seed, and the number of graphs that the loop compiled."""
+    arguments, texts = {"do_sample": True, "max_new_tokens": 14, **arguments}, list[Tensor]()
+    graphs = graphs_of(lambda: texts.extend(decode_loops.both(model, loop, input_ids, **arguments)))
+    return *texts, graphs
 
 
 @pytest.mark.parametrize("kind", slow_after(3, KINDS))
@@ -263,6 +259,17 @@ def test_models_outside_of_transformers() -> None:
     assert inputs_of_prefill(build("llava")) > {"pixel_values", "image_grid_thw"}
     assert {"pixel_values"} < inputs_of_prefill(Derived(config)) == inputs_of_prefill(build("llava")) - GRIDS
     assert inputs_of_prefill(Prepares(config)) == frozenset()
+
+
+class DerivedGemma(transformers.Gemma3ForConditionalGeneration):
+    pass
+
+
+def test_types_of_tokens_in_a_model_outside_of_transformers() -> None:
+    model, loop, ids = DerivedGemma(build("gemma3").config).eval(), DecodeLoop(), torch.tensor([[5, 6, 7]])
+    result, expected, _ = both(model, loop, ids, token_type_ids=torch.zeros_like(ids))
+    assert torch.equal(result, expected)
+    assert loop.reason == "the input `token_type_ids` of the model may change at each step"
 
 
 def test_images_if_transformers_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,8 @@ def _model(model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> str |
 
 def _inputs(model: PreTrainedModel, config: GenerationConfig, inputs: dict[str, Any], assisted: bool) -> str | None:
     """Return the reason why steps can't leave out inputs of a prefill, or don't know those of a step."""
-    of_images = inputs_of_prefill(model) | {*TOKEN_TYPES}
+    of_images = inputs_of_prefill(model)
+    of_images |= {*TOKEN_TYPES} if of_images else set()  # unless the model prepares its inputs by code of its own
     # Without positions, a step might compute them from the grids of images.
     known = (INPUTS | of_images) - (set() if inputs.get("position_ids") is not None else GRIDS)
     used = {name: x for name, x in sorted(inputs.items()) if not is_missing(x) and x is not False}
