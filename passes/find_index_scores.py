@@ -82,7 +82,8 @@ def find_index_scores(relu: Node, run: Run) -> IndexerScores | Decline | None:
     if above is None or product is None or summed is None:
         return None
     return (
-        _check_tensors(product, summed)
+        run.unsupported
+        or _check_tensors(product, summed)
         or check_q_len(summed.sizes[OF_QUERIES], run.max_q_len)
         or _check_form(above, product, summed)
         or _read_scores(above, product, summed, run)

@@ -41,8 +41,8 @@ class MatchedCall:
 
 def match_call(call: SdpaCall, run: Run) -> MatchedCall | Decline:
     """Decide about one call without changing the graph. Matchers may make drafts and add guards."""
-    transformed = check_transformed((call.query, call.key, call.value, call.attn_mask, call.result))
-    local = transformed or find_local(call, run.masks)
+    tensors = call.query, call.key, call.value, call.attn_mask, call.result
+    local = run.unsupported or check_transformed(tensors) or find_local(call, run.masks)
     if isinstance(local, Decline):
         return local
     decline = (check_plain(call) if local is None else None) or check_call(call, run.max_q_len)

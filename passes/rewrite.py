@@ -146,7 +146,7 @@ def _rewrite_call(node: Node, attention: Attention, run: Run) -> Rewritten | Dec
         call = read_attention(node, attention, run)
         if isinstance(call, Declined):
             return call
-        decision = run.unsupported or match_call(call, run)
+        decision = match_call(call, run)
         if isinstance(decision, Decline):
             return declined(call, decision)
     except Exception as error:  # the graph is not yet changed
@@ -163,7 +163,6 @@ def _score_keys(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> li
     for relu in [node for node in gm.graph.nodes if is_relu(node)]:
         try:
             scores = None if relu.name in failed else find_index_scores(relu, run)
-            scores = scores and (run.unsupported or scores)
         except Exception as error:  # the graph is not yet changed
             scores = decline_internal(error)
         try:

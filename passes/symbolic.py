@@ -192,10 +192,9 @@ def memory_of(tensor: Any) -> list[Tensor]:
 
     A tensor of another kind is returned as it is.
     """
+    tensor = in_memory(tensor)
     if isinstance(tensor, FakeTensor):
         return [tensor]
-    if hasattr(tensor, "to_local"):
-        return memory_of(tensor.to_local())
     inner = storage.unwrapped(tensor)
     if inner is not None:
         return memory_of(inner)
