@@ -19,6 +19,7 @@ from tatten.integrations.transformers.loop.processors import (
     _below_kth,
     largest_by_picks,
     occurred_tokens,
+    processed,
     rules,
     unsupported_processor,
 )
@@ -80,9 +81,7 @@ def apply(processors: list[object], ids: Tensor, prompt: int, scores: Tensor) ->
             mark(ids[:, n : n + 1], occurred)
     behind = torch.randint(0, VOCABULARY, (len(ids), 5))  # of an earlier, longer text
     history = History(torch.tensor([ids.shape[1]]), torch.cat([ids, behind], 1), occurred)
-    for rule in rules(processors):
-        scores = rule.apply(scores, history, *rule.operands)
-    return scores
+    return processed(scores, history, rules(processors))
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from tatten.integrations.transformers.loop.argmax import argmax
 from tatten.integrations.transformers.loop.call import GenerateCall, prefill_static
 from tatten.integrations.transformers.loop.compiled_function import Calls, CompiledFunction
 from tatten.integrations.transformers.loop.history import History
-from tatten.integrations.transformers.loop.processors import Scores, processed
+from tatten.integrations.transformers.loop.processors import processed
 from tatten.integrations.transformers.loop.step import StepState
 
 
@@ -46,20 +45,13 @@ class Assistant:
         self.cache.reset()
         prefill_static(call.draft, call.ids, call.config, {CACHE: self.cache, "use_cache": True})
 
-    def calls(self, state: StepState, rules: Sequence[Scores], inputs: dict[str, Any]) -> Calls:
+    def calls(self, state: StepState, inputs: dict[str, Any]) -> Calls:
         """Return the calls that choose the tokens with which the draft model continues the text greedily."""
         functions = [self.first] + [self.following] * (len(self.drafts) - 1)
-        return [(function, (self.model(), self.cache, state, rules, self.drafts, inputs)) for function in functions]
+        return [(function, (self.model(), self.cache, state, self.drafts, inputs)) for function in functions]
 
 
-def first_draft(
-    draft: PreTrainedModel,
-    cache: Cache,
-    state: StepState,
-    rules: Sequence[Scores],
-    drafts: Tensor,
-    inputs: dict[str, Any],
-) -> None:
+def first_draft(draft: PreTrainedModel, cache: Cache, state: StepState, drafts: Tensor, inputs: dict[str, Any]) -> None:
     """Choose the token after the text, and append it to the drafts. This function is compiled as one graph.
 
     If all drafts of a step were accepted, the draft model has not read the last of them. So it always reads the last
@@ -68,37 +60,29 @@ def first_draft(
     Args:
         draft: the draft model.
         cache: its cache, which may lack the last two tokens of the text.
-        state, rules, inputs: as for `verify`. Rules do not read the drafts of the step.
+        state, inputs: as for `verify`. Its rules do not read the drafts of the step.
         drafts: the drafts, which are shifted by one place.
     """
     position = state.length - 2 + torch.arange(2, device=state.length.device)
     for layer in cache.layers:
         layer.cumulative_length.copy_(position[0])
-    _choose(draft, cache, state, rules, drafts, state.sequences[0].index_select(0, position), position, inputs)
+    _choose(draft, cache, state, drafts, state.sequences[0].index_select(0, position), position, inputs)
 
 
-def next_draft(
-    draft: PreTrainedModel,
-    cache: Cache,
-    state: StepState,
-    rules: Sequence[Scores],
-    drafts: Tensor,
-    inputs: dict[str, Any],
-) -> None:
+def next_draft(draft: PreTrainedModel, cache: Cache, state: StepState, drafts: Tensor, inputs: dict[str, Any]) -> None:
     """Choose the token after the last draft, and append it to the drafts. This function is compiled as one graph.
 
     Args:
-        draft, cache, state, rules, drafts, inputs: as for `first_draft`. The cache holds all tokens but the last draft.
+        draft, cache, state, drafts, inputs: as for `first_draft`. The cache holds all tokens but the last draft.
     """
     position = cache.layers[0].cumulative_length.reshape(1).clone()
-    _choose(draft, cache, state, rules, drafts, drafts[-1:], position, inputs)
+    _choose(draft, cache, state, drafts, drafts[-1:], position, inputs)
 
 
 def _choose(
     draft: PreTrainedModel,
     cache: Cache,
     state: StepState,
-    rules: Sequence[Scores],
     drafts: Tensor,
     tokens: Tensor,
     position: Tensor,
@@ -114,7 +98,7 @@ def _choose(
         **{CACHE: cache},
         **inputs,
     )
-    scores = draft(**arguments, return_dict=True).logits[:, -1].to(copy=True, dtype=torch.float32)
+    scores = draft(**arguments, return_dict=True).logits[:, -1].float()
     history = History(position[-1:] + 1, state.sequences, state.occurred)
-    token = argmax(processed(scores, history, rules, state.operands))
+    token = argmax(processed(scores, history, state.rules))
     drafts.copy_(torch.cat([drafts[1:], token]))

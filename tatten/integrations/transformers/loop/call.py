@@ -175,5 +175,5 @@ def initial_state(
         noise=torch.ones(batch, vocabulary, device=device, dtype=torch.float32) if call.config.do_sample else None,
         occurred=occurred_tokens(call.processors, call.ids, first, vocabulary),
         limit=torch.tensor([call.max_length], device=device) if drafts else None,
-        operands=tuple([tuple([x.to(device) for x in rule.operands]) for rule in rules]),
+        rules=tuple([Rule(rule.apply, tuple([x.to(device) for x in rule.operands])) for rule in rules]),
     )

@@ -35,7 +35,7 @@ from tatten.integrations.transformers.loop.generate_call import (
     run_unmodified,
     set_rng_state,
 )
-from tatten.integrations.transformers.loop.prepared import Steps, cache_for, prepare
+from tatten.integrations.transformers.loop.prepared import Steps, cache_for, prepare, step_inputs
 from tatten.integrations.transformers.loop.reader import Reader
 from tatten.integrations.transformers.loop.reasons import reason_against
 
@@ -179,8 +179,7 @@ class DecodeLoop:
         if step.assistant is not None:
             step.assistant.read_prompt(call)
         reader = Reader(step.state, self._steps_ahead(cache, owns_cache, call, on_gpu), streamer, first)
-        inputs = call.constant_inputs() if step.source is None else step.source.inputs
-        limit = call.time_limit()
+        inputs, limit = step_inputs(call, step.source), call.time_limit()
         generator = torch.cuda.default_generators[call.ids.device.index] if on_gpu else None
         offset, launched = 0, 0  # local variables: a call by a streamer overwrites the attribute
         with decoding(call.model):

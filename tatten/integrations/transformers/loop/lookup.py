@@ -5,35 +5,27 @@ Without a match, other tokens become drafts, and the check rejects them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from tatten.integrations.transformers.loop.processors import Scores
 from tatten.integrations.transformers.loop.step import StepState
 from tatten.integrations.transformers.loop.verify import verify
 
 
 def lookup_step(
-    model: PreTrainedModel,
-    cache: Cache,
-    state: StepState,
-    rules: Sequence[Scores],
-    drafts: int,
-    ngram: int,
-    inputs: dict[str, Any],
+    model: PreTrainedModel, cache: Cache, state: StepState, drafts: int, ngram: int, inputs: dict[str, Any]
 ) -> None:
     """Generate up to `drafts + 1` tokens of one sequence. This function is compiled as one graph.
 
     Args:
-        model, cache, state, rules, inputs: as for `verify`.
+        model, cache, state, inputs: as for `verify`.
         drafts: the number of tokens that are checked.
         ngram: the number of last tokens that are looked up in the text.
     """
-    verify(model, cache, state, rules, propose(state.sequences[0], state.length, drafts, ngram), inputs)
+    verify(model, cache, state, propose(state.sequences[0], state.length, drafts, ngram), inputs)
 
 
 def propose(row: Tensor, length: Tensor, drafts: int, ngram: int) -> Tensor:

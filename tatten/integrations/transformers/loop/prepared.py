@@ -104,6 +104,11 @@ def _source_of(cache: CallCache) -> Source | None:
     return cache.earlier.source
 
 
+def step_inputs(call: GenerateCall, source: Source | None) -> dict[str, Any]:
+    """Return the arguments of the model's forward that are the same at each step of a call."""
+    return call.constant_inputs() if source is None else source.inputs
+
+
 def modes(device: torch.device) -> tuple[object, ...]:
     """Return the modes of PyTorch. Calls in different modes can't share buffers."""
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
@@ -121,15 +126,13 @@ def prepare(call: GenerateCall, steps: Steps, call_cache: CallCache, first: Tens
     """
     source = _source_of(call_cache)
     cache = call_cache.prefill if source is None else source.cache
-    call_rules = rules(call.processors)
-    functions = tuple([rule.apply for rule in call_rules])
-    state = initial_state(call, cache, first, vocabulary, call_rules)
+    state = initial_state(call, cache, first, vocabulary, rules(call.processors))
     compiling = compile_arguments(call.config.compile_config, call.ids.device)
-    inputs = call.constant_inputs() if source is None else source.inputs
+    inputs = step_inputs(call, source)
     drafts, ngram = call.drafts, call.config.max_matching_ngram_size or 2 if call.drafts else 0
     key = (
         call_cache.key,
-        functions,
+        tuple([rule.apply for rule in state.rules]),
         tuple([name for name, x in vars(state).items() if x is None]),
         tuple([(x.shape, x.dtype) for x in state.tensors()]),
         repr(compiling),
@@ -157,10 +160,10 @@ def prepare(call: GenerateCall, steps: Steps, call_cache: CallCache, first: Tens
 
     def calls(model: nn.Module, inputs: dict[str, Any]) -> Calls:
         if assistant is not None:
-            choices = assistant.calls(state, functions, inputs)
-            return [*choices, (compute, (model, cache_of(), state, functions, assistant.drafts, inputs))]
+            choices = assistant.calls(state, inputs)
+            return [*choices, (compute, (model, cache_of(), state, assistant.drafts, inputs))]
         lookup = (drafts, ngram) if drafts else ()
-        return [(compute, (model, cache_of(), state, functions, *lookup, inputs))]
+        return [(compute, (model, cache_of(), state, *lookup, inputs))]
 
     runner = Runner(
         calls,

@@ -44,7 +44,7 @@ class Rule(NamedTuple):
 
     Attributes:
         apply: the function, at module level, so that Dynamo guards on its identity.
-        operands: its operands, CPU tensors.
+        operands: its operands, on the CPU at first, and in the state of a step on its device.
     """
 
     apply: Scores
@@ -81,12 +81,10 @@ def rules(processors: Sequence[Any]) -> tuple[Rule, ...]:
     return tuple(result)
 
 
-def processed(
-    scores: Tensor, history: History, rules: Sequence[Scores], operands: Sequence[Sequence[Tensor]]
-) -> Tensor:
-    """Return scores after all rules, each with its operands."""
-    for rule, its_operands in zip(rules, operands, strict=True):
-        scores = rule(scores, history, *its_operands)
+def processed(scores: Tensor, history: History, rules: Sequence[Rule]) -> Tensor:
+    """Return scores after all rules."""
+    for rule in rules:
+        scores = rule.apply(scores, history, *rule.operands)
     return scores
 
 

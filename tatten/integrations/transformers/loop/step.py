@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.argmax import argmax
 from tatten.integrations.transformers.loop.generate_call import TOKEN_TYPES
 from tatten.integrations.transformers.loop.history import History, mark
-from tatten.integrations.transformers.loop.processors import Scores, processed
+from tatten.integrations.transformers.loop.processors import Rule, processed
 
 
 @dataclass
@@ -38,7 +37,7 @@ class StepState:
         noise: float32 `[batch, vocabulary]`, drawn from an exponential distribution; None for greedy decoding.
         occurred: see `tatten.integrations.transformers.loop.history.History`.
         limit: int64 `[1]`, the length at which a text ends; None for a step of one token.
-        operands: the operands of each rule.
+        rules: the logits processors, with their operands on the device.
     """
 
     token: Tensor
@@ -54,12 +53,12 @@ class StepState:
     noise: Tensor | None
     occurred: Tensor | None
     limit: Tensor | None
-    operands: tuple[tuple[Tensor, ...], ...]
+    rules: tuple[Rule, ...]
 
     def tensors(self) -> list[Tensor]:
         """Return all buffers, in the order of the fields."""
-        fields = [x for name, x in vars(self).items() if name != "operands" and x is not None]
-        return fields + [x for operands in self.operands for x in operands]
+        fields = [x for name, x in vars(self).items() if name != "rules" and x is not None]
+        return fields + [x for rule in self.rules for x in rule.operands]
 
 
 def with_token_types(inputs: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
@@ -67,16 +66,13 @@ def with_token_types(inputs: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
     return {name: torch.full_like(tokens, x) if name in TOKEN_TYPES else x for name, x in inputs.items()}
 
 
-def decode_step(
-    model: PreTrainedModel, cache: Cache, state: StepState, rules: Sequence[Scores], inputs: dict[str, Any]
-) -> None:
+def decode_step(model: PreTrainedModel, cache: Cache, state: StepState, inputs: dict[str, Any]) -> None:
     """Generate a token of each sequence, as the loop body of `generate` does. This function is compiled as one graph.
 
     Args:
         model: the model, whose `prepare_inputs_for_generation` makes masks and positions.
         cache: a static cache, which holds all tokens but the last.
         state: the buffers.
-        rules: the function of each logits processor; its operands are in the state.
         inputs: other arguments of the model's forward, the same for each step.
     """
     encodes = model.config.is_encoder_decoder
@@ -92,7 +88,7 @@ def decode_step(
         **with_token_types(inputs, state.token),
     )
     scores = model(**arguments, return_dict=True).logits[:, -1].to(copy=True, dtype=torch.float32)
-    scores = processed(scores, History(state.length, state.sequences, state.occurred), rules, state.operands)
+    scores = processed(scores, History(state.length, state.sequences, state.occurred), state.rules)
     # As `torch.multinomial` of one sample divides by exponential noise, the same seed gives the same tokens.
     token = argmax(scores if state.noise is None else scores.softmax(-1) / state.noise)
     needed, failed = ~state.ended.all(), state.report[2]

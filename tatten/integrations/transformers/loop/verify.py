@@ -6,7 +6,6 @@ tokens. A draft is accepted if the model would have chosen it, so the tokens are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,23 +15,16 @@ from transformers import Cache, PreTrainedModel
 from tatten.integrations.transformers.config import CACHE
 from tatten.integrations.transformers.loop.argmax import argmax
 from tatten.integrations.transformers.loop.history import History, mark
-from tatten.integrations.transformers.loop.processors import Scores, processed
+from tatten.integrations.transformers.loop.processors import processed
 from tatten.integrations.transformers.loop.step import StepState, with_token_types
 
 
-def verify(
-    model: PreTrainedModel,
-    cache: Cache,
-    state: StepState,
-    rules: Sequence[Scores],
-    proposed: Tensor,
-    inputs: dict[str, Any],
-) -> None:
+def verify(model: PreTrainedModel, cache: Cache, state: StepState, proposed: Tensor, inputs: dict[str, Any]) -> None:
     """Accept the drafts that the model would have chosen, and generate one more token. Part of a compiled step.
 
     Args:
-        model, cache, rules, inputs: as for `tatten.integrations.transformers.loop.step.decode_step`; all layers of the
-            cache are static, and have room for all drafts after the text.
+        model, cache, inputs: as for `tatten.integrations.transformers.loop.step.decode_step`; all layers of the cache
+            are static, and have room for all drafts after the text.
         state: the buffers. `limit` is the length at which the text ends.
         proposed: the drafts, `[drafts]`.
     """
@@ -50,10 +42,10 @@ def verify(
         **{CACHE: cache},
         **with_token_types(inputs, tokens),
     )
-    scores = model(**arguments, return_dict=True).logits[0].to(copy=True, dtype=torch.float32)
+    scores = model(**arguments, return_dict=True).logits[0].float()
     text = state.sequences.index_copy(1, length + offsets[:-1], proposed[None])
     history = History(length + offsets[:, None], text, _occurred_before(state.occurred, proposed))
-    chosen = argmax(processed(scores, history, rules, state.operands))
+    chosen = argmax(processed(scores, history, state.rules))
     accepted = (proposed == chosen[:-1]).long().cumprod(0).sum()
     new = accepted + 1
     if state.eos is not None:
