@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
@@ -19,6 +19,7 @@ from tatten.passes.dequantised import Scale, both_in_8_bits
 from tatten.passes.drafts import Drafting, Drafts
 from tatten.passes.findings import counted
 from tatten.passes.indices import insert_indices
+from tatten.passes.mask_lengths import MaskLength
 from tatten.passes.masks import Masks
 from tatten.passes.match import Match
 from tatten.passes.pages import both_in_pages
@@ -42,11 +43,13 @@ class DecodeMatch(Match):
         not_narrow: the reason why dequantised keys and values are not read in 8 bits, or None.
         not_paged: the reason why keys and values that were gathered through a block table are not read in pages, or
             None.
+        length: the length that the mask stands for, or None if the op reads the mask.
     """
 
     scales: Scales = NO_SCALES
     not_narrow: Decline | None = None
     not_paged: Decline | None = None
+    length: MaskLength | None = field(default=None, kw_only=True)
 
     @functools.cached_property
     def cost(self) -> Cost | None:
@@ -103,7 +106,8 @@ class DecodeMatch(Match):
     def cost_remark(self) -> str:
         if self.cost is None or self.cost.pays or self.call.form:
             return ""
-        return f"the mask decides at run time how much is read; if that is all, {self.cost}"
+        decides = "the mask" if self.length is None else "the length"
+        return f"{decides} decides at run time how much is read; if that is all, {self.cost}"
 
 
 def match_decode(
@@ -154,11 +158,15 @@ def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
         if scale is not None:
             draft = scale.as_operand(stored, dtype, Drafting(masks.drafts, stored.base))
             scales[name] = masks.drafts.insert(draft, call.node)
-    block_mask, pages, kv_lens = masks.block_mask(call, call.attn_mask), {}, None
+    attn_mask, kv_lens, pages = call.attn_mask, None, {}
+    if match.length is not None:
+        attn_mask, kv_lens = None, masks.length(match.length)
+    block_mask = masks.block_mask(call, attn_mask)
     if match.keys[0].table is not None:
         table = masks.block_table(call, match.keys[0])
         pages = {"block_table": table}
-        kv_lens = masks.all_pages(call, match.keys[0], table) if block_mask is None else None
-    args = (call.query, key, value, call.attn_mask, kv_lens, scale_of(call), block_mask)
+        if kv_lens is None and block_mask is None:
+            kv_lens = masks.all_pages(call, match.keys[0], table)
+    args = (call.query, key, value, attn_mask, kv_lens, scale_of(call), block_mask)
     options = match.options | scales | insert_indices(call, match.keys, masks.drafts)[0] | pages
     return insert_op(call, torch.ops.tatten.decode_attention.default, args, options)

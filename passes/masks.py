@@ -15,6 +15,7 @@ from tatten.ops.layout import BATCH, HEADS, LENGTH
 from tatten.passes.autocast import autocast_dtype
 from tatten.passes.calls import op_name
 from tatten.passes.drafts import Drafting, Drafts
+from tatten.passes.mask_lengths import MaskLength
 from tatten.passes.recomputed import Recomputed
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
@@ -26,6 +27,7 @@ class Masks:
 
     def __init__(self) -> None:
         self._columns: dict[object, list[Node]] = {}
+        self._lengths: dict[MaskLength, Node] = {}
         self._recomputed = Recomputed()
         self._views: dict[object, Node] = {}
         self.drafts = Drafts()
@@ -83,6 +85,18 @@ class Masks:
         rows = draft("size", table, 0) if batch is None else batch
         keys = draft(operator.mul, draft("size", table, 1), page) if length is None else length
         return self.drafts.insert(draft("new_full", table, (rows,), keys), call.node)
+
+    @property
+    def reads_lengths(self) -> bool:
+        """True if an op reads a length in place of a mask."""
+        return bool(self._lengths)
+
+    def length(self, length: MaskLength) -> Node:
+        """Insert the length behind a mask, once for all layers, where the mask compares its bound."""
+        if length not in self._lengths:
+            draft = length.as_operand(Drafting(self.drafts, length.compared))
+            self._lengths[length] = self.drafts.insert(draft, length.compared.next)
+        return self._lengths[length]
 
     def columns(self, call: SdpaCall, segments: Sequence[Stored]) -> list[Node | None]:
         """Insert the mask's columns for each segment, or for this rank's part of it if the segments are DTensors.

@@ -14,6 +14,7 @@ from tatten.passes.eligible import check_call, check_plain, check_transformed
 from tatten.passes.find_picks import find_picks
 from tatten.passes.latents import LatentMatch, match_latents
 from tatten.passes.local import local_input
+from tatten.passes.mask_lengths import length_of
 from tatten.passes.mutation import mover_of
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.run import Run
@@ -67,6 +68,9 @@ def match_call(call: SdpaCall, run: Run) -> MatchedCall | Decline:
     if isinstance(matched, Decline):
         return latents or matched
     match, note = matched
+    if isinstance(match, DecodeMatch) and (length := length_of(match.call, run.mask_lengths)) is not None:
+        match = dataclasses.replace(match, length=length)
+        note = "; ".join(filter(None, (note, "the mask is read as a length")))
     if latents is not None:
         note = "; ".join(filter(None, (f"not absorbed [{latents.reason.value}]: {latents.detail}", note)))
     return _with_supported_picks(MatchedCall(call, match, note))

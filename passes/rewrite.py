@@ -20,11 +20,13 @@ from tatten.passes.findings import Declined, GraphReport, Rewritten, counted, so
 from tatten.passes.fused_linears import FusedGroup, apply_fused_group, find_fused_groups
 from tatten.passes.index_steps import is_relu
 from tatten.passes.internal import CallError, Snapshot, decline_internal, declined_graph, or_nothing
+from tatten.passes.mask_lengths import find_mask_lengths
 from tatten.passes.masks import Masks
 from tatten.passes.match_call import match_call
 from tatten.passes.mutation import movers
 from tatten.passes.other_attention import find_other_attention
 from tatten.passes.reasons import Decline
+from tatten.passes.replace import erase_unused_of
 from tatten.passes.run import Run
 from tatten.passes.score_keys import apply_index_scores
 from tatten.passes.skinny_linears import LinearGroup, apply_linear_group, find_skinny_linears
@@ -106,7 +108,11 @@ def _run_passes(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> tu
     nested = find_nested(gm, errors)
     # Before calls are rewritten: the values of nodes that an edit inserts are unknown, and might be counters.
     counters = find(lambda: find_counters(gm.graph, run.movers)) if run.counters else []
+    masks = find(lambda: [*find_mask_lengths(gm.graph).items()]) if not (run.movers or run.batch_invariant) else []
+    run = dataclasses.replace(run, mask_lengths=dict(masks))
     findings = [failed.get(node.name) or _rewrite_call(node, attention, run) for node in attention.nodes]
+    if run.masks.reads_lengths:
+        erase_unused_of(run.mask_lengths)
     selections = find(lambda: find_top_k(gm.graph))
     unsorted = _edit_each(selections, lambda x: x.node, apply_top_k, failed, errors)
     scores = _score_keys(gm, run, failed)  # after calls: the proof of their picks reads the program's scores

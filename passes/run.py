@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch.fx import Node
 
+from tatten.passes.mask_lengths import MaskLength
 from tatten.passes.masks import Masks
 from tatten.passes.reasons import Decline
 
@@ -25,6 +26,7 @@ class Run:
         masks: the nodes that were computed from masks, and the drafts.
         movers: the nodes that change a tensor's memory or shape in place.
         unsupported: the reason to leave the graph as it is, or None.
+        mask_lengths: the masks that are read as a length, if a call has one sequence.
     """
 
     max_q_len: int
@@ -36,3 +38,4 @@ class Run:
     masks: Masks
     movers: Sequence[Node]
     unsupported: Decline | None
+    mask_lengths: Mapping[Node, MaskLength] = field(default_factory=dict)

@@ -47,7 +47,7 @@ print(json.dumps({name: built[name] for name in ("kernel", "registers", "threads
 """
 
 
-@pytest.mark.parametrize("head_dim, kind", [(64, "mask"), (64, "lens"), (128, "mask")])
+@pytest.mark.parametrize("head_dim, kind", [(64, "mask"), (64, "lens"), (128, "mask"), (128, "lens")])
 def test_one_sequence(head_dim: int, kind: str) -> None:
     built = compile_in_subprocess(SCRIPT, (head_dim, kind))
     assert built["kernel"] == "_decode_kernel"
