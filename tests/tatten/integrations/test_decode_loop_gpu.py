@@ -42,7 +42,7 @@ def prompts(batch: int, length: int = 40, seed: int = 0) -> tuple[Tensor, Tensor
     ids = torch.randint(2, 500, (batch, length), generator=torch.Generator().manual_seed(seed)).cuda()
     mask = torch.ones_like(ids)
     if batch > 1:
-        mask[1, :9] = 0
+        mask[1, : length // 4] = 0
     return ids, mask
 
 
@@ -215,3 +215,41 @@ def test_drafts_under_processors_in_a_captured_step(processors: dict[str, float]
         assert loop.reason is None
         assert torch.equal(result, expected)
         assert loop.not_captured is None
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_sources_in_captured_steps(name: str, inner: str) -> None:
+    """Sources of many lengths share a graph, which reads those of the present call. Float32 has the tokens of eager."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 500, "d_model": 256, "pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 2}
+    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512}
+    layers |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    kinds: dict[str, Any] = {
+        "t5": transformers.T5Config(**sizes, d_ff=512, num_layers=2, num_heads=4, d_kv=64),
+        "bart": transformers.BartConfig(**sizes, **layers, forced_eos_token_id=None),
+        "whisper": transformers.WhisperConfig(
+            **sizes, **layers, num_mel_bins=8, max_source_positions=50, begin_suppress_tokens=None, bos_token_id=1
+        ),
+    }
+    kind = {"t5": "T5ForConditionalGeneration", "bart": "BartForConditionalGeneration"}
+    model = getattr(transformers, kind.get(name, "WhisperForConditionalGeneration"))(kinds[name]).eval().cuda()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0, 0.2)
+    loop, graphs = DecodeLoop(), set()
+    config = CompileConfig(backend="tatten", mode=None, options={"inner": inner})
+    for seed, length in enumerate((40, 100, 7, 128)):
+        ids, mask = prompts(2, length if name != "whisper" else 50, seed)
+        source: Tensor = ids * mask
+        arguments: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False}
+        if name == "whisper":
+            source = torch.randn(2, 8, 100, generator=torch.Generator().manual_seed(seed)).cuda()
+            arguments = {"max_new_tokens": 30, "do_sample": False, "return_timestamps": False}
+        expected = model.generate(source, **arguments, disable_compile=True)
+        result = model.generate(source, **arguments, custom_generate=loop, compile_config=config)
+        assert (loop.reason, loop.not_captured) == (None, None)
+        assert torch.equal(result, expected)
+        graphs.add(id(runner(loop, model)._graph))
+    assert len(graphs) == 1
+    assert None not in graphs

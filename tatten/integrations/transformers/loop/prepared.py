@@ -198,9 +198,7 @@ def _not_captured(
         return f"the device {call.ids.device} has no CUDA graphs"
     if uses_cudagraph_trees(compiling):
         return "the options ask for CUDA graphs of Inductor"
-    if source is not None:  # its buffers could be, but no GPU has run it
-        return "a step of an encoder-decoder is not captured"
-    if any(map(_holds_tensors, inputs.values())):
+    if source is None and any(map(_holds_tensors, inputs.values())):
         return "inputs of the model, such as an encoder's output, are other tensors in each call"
     return None
 
