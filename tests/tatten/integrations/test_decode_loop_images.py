@@ -11,10 +11,12 @@ import torch
 import transformers
 from decode_loops import SIZES, graphs_of
 from slow import slow_after
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import CompileConfig
 
 from tatten.integrations.transformers import DecodeLoop
 from tatten.integrations.transformers.loop.generate_call import GRIDS, inputs_of_prefill
+from tatten.integrations.transformers.loop.rope_deltas import RopeDeltas
 from tatten.ops import moved
 
 pytestmark = pytest.mark.drawn(8)
@@ -198,6 +200,64 @@ def test_text_after_an_image(kind: str) -> None:
         result, expected, _ = both(model, loop, **inputs)
         assert torch.equal(result, expected)
         assert loop.reason is None
+
+
+def test_positions_that_a_model_keeps() -> None:
+    """A captured step reads them at one address. Outside of steps, the model has a tensor of each call, as before."""
+    model, loop, (_, _, make) = build("qwen2_5_vl"), DecodeLoop(), KINDS["qwen2_5_vl"]
+    kept, expected, addresses = [], [], list[int]()
+
+    class Streamer:
+        def put(self, tokens: Tensor) -> None:
+            self.last = model.model.rope_deltas.data_ptr()
+
+        def end(self) -> None:
+            addresses.append(self.last)
+
+    for seed in (0, 1, 2):
+        arguments = {**make(seed), "max_new_tokens": 4, "do_sample": False}
+        model.generate(**arguments)
+        expected.append(model.model.rope_deltas.clone())
+        model.generate(**arguments, custom_generate=loop, streamer=Streamer())
+        assert loop.reason is None
+        kept.append(model.model.rope_deltas)
+    assert len(set(addresses)) == 1
+    assert len({x.data_ptr() for x in [*kept, *expected]}) == 6
+    assert all(map(torch.equal, kept, expected))
+    assert len({tuple(x.flatten().tolist()) for x in kept}) > 1
+
+
+def test_positions_are_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(self: RopeDeltas, x: Tensor, name: str) -> Tensor:
+        if name == "1":
+            raise MemoryError("test")
+        return x.clone()
+
+    parts, kept = nn.ModuleList([nn.Module(), nn.Module()]), [torch.ones(2, 1), torch.zeros(2, 1)]
+    for part, x in zip(parts, kept, strict=True):
+        part.rope_deltas = x
+    monkeypatch.setattr(RopeDeltas, "_filled_with", fill)
+    with pytest.raises(MemoryError), RopeDeltas().in_buffers(parts):
+        pass
+    assert all(part.rope_deltas is x for part, x in zip(parts, kept, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_captured_step_after_images(kind: str) -> None:
+    """Images of other sizes capture nothing."""
+    model, loop, (_, _, make) = build(kind).cuda(), DecodeLoop(), KINDS[kind]
+    config = CompileConfig(backend="tatten", mode=None, options={"inner": "aot_eager"})
+    captured = set()
+    for seed in (0, 1, 2):
+        inputs = {name: x.cuda() for name, x in make(seed).items()} | {"max_new_tokens": 14, "do_sample": False}
+        expected = model.generate(**inputs, disable_compile=True)
+        result = model.generate(**inputs, custom_generate=loop, compile_config=config)
+        assert (loop.reason, loop.not_captured) == (None, None)
+        assert torch.equal(result, expected)
+        captured |= {step.runner._graph for step in loop._steps[model].values()}
+    assert len(captured) == 1
+    assert None not in captured
 
 
 def test_several_texts_for_an_image() -> None:

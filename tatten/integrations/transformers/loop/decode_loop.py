@@ -182,7 +182,7 @@ class DecodeLoop:
         inputs, limit = step_inputs(call, step.source), call.time_limit()
         generator = torch.cuda.default_generators[call.ids.device.index] if on_gpu else None
         offset, launched = 0, 0  # local variables: a call by a streamer overwrites the attribute
-        with decoding(call.model):
+        with decoding(call.model), step.rope_deltas.in_buffers(call.model):
             step.runner.begin(call.model, inputs)
             ended = time.time() > limit or bool(step.state.eos is not None and step.state.ended.all())
             while not ended and launched < call.max_length - call.ids.shape[1] - 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from tatten.integrations.transformers.loop.fingerprint import leaves, numbers_of
 from tatten.integrations.transformers.loop.generate_call import is_users_cache
 from tatten.integrations.transformers.loop.lookup import lookup_step
 from tatten.integrations.transformers.loop.processors import rules
+from tatten.integrations.transformers.loop.rope_deltas import RopeDeltas
 from tatten.integrations.transformers.loop.source import Source, SourceInputs, source_inputs
 from tatten.integrations.transformers.loop.step import StepState, decode_step
 from tatten.integrations.transformers.loop.verify import verify
@@ -45,6 +46,7 @@ class PreparedStep:
     runner: Runner
     assistant: Assistant | None = None
     source: Source | None = None
+    rope_deltas: RopeDeltas = field(default_factory=RopeDeltas)
 
     def uses(self, cache: Cache, draft: nn.Module | None) -> bool:
         """Return True if the step uses this cache and this draft model, and did not fail."""
