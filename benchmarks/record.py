@@ -186,6 +186,12 @@ STEPS = {
             "encoder_decoder.py --rounds 1",
         ),
         Step(
+            "encoder_decoder_loop",
+            "encoder_decoder_loop.py --device cuda --models whisper-large-v3",
+            5,
+            "encoder_decoder_loop.py --models whisper-large-v3 --rounds 1",
+        ),
+        Step(
             "eager_step",
             "eager_step.py --device cuda --batch 1 8 --queries 1",
             4,

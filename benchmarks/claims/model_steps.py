@@ -64,6 +64,22 @@ CLAIMS = [
         at_most=2.555,
     ),
     Claim(
+        "decode loop of an encoder-decoder",
+        "encoder_decoder_loop",
+        2,
+        least(lambda r: r["token_ms"]["generate_inductor"] / r["token_ms"]["loop"]),
+        "1.85 to 3.08 times as fast as `generate` under Inductor",
+        at_least=1.845,
+    ),
+    Claim(
+        "decode loop of an encoder-decoder, one source over the floor",
+        "encoder_decoder_loop",
+        2,
+        largest(loop_to_floor),
+        "takes 3.0 to 3.6 times the floor",
+        at_most=3.6,
+    ),
+    Claim(
         "sampled decode loop over a greedy one, on an H200",
         "decode_loop_h200",
         1,

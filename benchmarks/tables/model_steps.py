@@ -467,6 +467,20 @@ TABLES = {
             "MB, tatten": lambda r: number(r["held_bytes"]["tatten"] / 1e6, 0),
         },
     ),
+    "encoder_decoder_loop": Table(
+        "encoder_decoder_loop",
+        {
+            "model": "model",
+            "sources": "batch",
+            "`generate`, eager": loop_ms("generate"),
+            "`generate`, Inductor": loop_ms("generate_inductor"),
+            "decode_loop": loop_ms("loop"),
+            "byte floor": figure("floor_ms", 2),
+            "times as fast as Inductor": lambda r: number(
+                r["token_ms"]["generate_inductor"] / r["token_ms"]["loop"], 2
+            ),
+        },
+    ),
     "eager_step": Table(
         "eager_step",
         {

@@ -20,6 +20,7 @@ RUNS_MODELS = {
         "decode_loop",
         "eager_step",
         "encoder_decoder",
+        "encoder_decoder_loop",
         "generate",
         "generate_batch",
         "latent",
