@@ -459,7 +459,7 @@ def test_names_that_are_imported_first() -> None:
 # The APIs that the tests above break in another way, and those that need none.
 OTHERS = {
     # broken by the tests beside `BREAKS`, or in `test_serve.py` or `test_counters.py`
-    *("_validate_args", "_foreach_add_"),
+    *("_validate_args", "_foreach_add_", "_detect_timestamp_from_logprob"),
     *("torch._subclasses.fake_tensor", "torch.utils._python_dispatch.TorchDispatchMode", "torch._disable_dynamo"),
     *("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast", "torch._C"),
     *("torch._dynamo.backends", "torch._dynamo.exc", "torch._inductor.cudagraph_trees", "torch._dynamo.config"),

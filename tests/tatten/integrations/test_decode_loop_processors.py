@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers import LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as lp
 
 from tatten.integrations.transformers.loop.history import History, mark
@@ -48,6 +48,15 @@ KINDS = {
     ),
     "bad_words": lambda r: lp.NoBadWordsLogitsProcessor(
         [[r.randrange(9) for _ in range(r.choice([1, 1, 2, 3, 11, 30]))] for _ in range(r.choice([1, 40]))], 1
+    ),
+    "timestamps": lambda r: lp.WhisperTimeStampLogitsProcessor(
+        GenerationConfig(
+            no_timestamps_token_id=r.choice([4, 29, 58]),
+            eos_token_id=r.choice([3, 28, -1, -40, -99]),
+            max_initial_timestamp_index=r.choice([None, 0, 3, 99]),
+        ),
+        begin_index=r.choice([1, PROMPT, PROMPT + 1, PROMPT + 2]),
+        _detect_timestamp_from_logprob=r.choice([None, False, True]),
     ),
     "forced_bos": lambda r: lp.ForcedBOSTokenLogitsProcessor(4),
     "finite": lambda r: lp.InfNanRemoveLogitsProcessor(),

@@ -17,6 +17,7 @@ from tatten.integrations.transformers.loop.cache import decoder_layers
 from tatten.integrations.transformers.loop.capture import FailedPrefillError, NoStepError
 from tatten.integrations.transformers.loop.generate_call import (
     TOKEN_TYPES,
+    counts_by_mask,
     drafts_of,
     inputs_of_prefill,
     is_users_cache,
@@ -79,6 +80,13 @@ class GenerateCall:
     def decoder_input(self, name: str) -> Tensor | None:
         """Return the mask or the positions of the decoder's tokens."""
         return self.inputs.get(f"decoder_{name}" if self.model.config.is_encoder_decoder else name)
+
+    def positions(self) -> Tensor | None:
+        """Return the positions of the decoder's tokens, or None if the model counts them without a mask."""
+        positions, mask = self.decoder_input("position_ids"), self.decoder_input("attention_mask")
+        if positions is None and mask is not None and counts_by_mask(self.model):
+            return mask.long().cumsum(-1) - 1
+        return positions
 
     def first_token(self) -> tuple[Tensor, int]:
         """Run the prefill and choose the first token as `generate` does.
@@ -152,7 +160,7 @@ def initial_state(
     (batch, prompt), device = call.ids.shape, call.ids.device
     lengths = [x.max_cache_len for x in decoder_layers(cache) if isinstance(x, StaticLayer)]
     capacity = max([call.max_length, *lengths])
-    mask, position = call.decoder_input("attention_mask"), call.decoder_input("position_ids")
+    mask, position = call.decoder_input("attention_mask"), call.positions()
     if mask is not None:
         slots = lengths[0] if lengths else decoder_layers(cache)[0].get_mask_sizes(1)[0]
         mask = nn.functional.pad(mask, (0, max(0, slots - mask.shape[1])), value=1).contiguous()

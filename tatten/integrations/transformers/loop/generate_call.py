@@ -29,6 +29,9 @@ TOKEN_TYPES = "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"
 GRIDS = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
 # Models with a `prepare_inputs_for_generation` of their own, which uses images only in a prefill.
 OWN_PREPARATION = {"transformers.models.gemma3.modeling_gemma3.Gemma3ForConditionalGeneration"}
+# Models whose `prepare_inputs_for_generation` counts the positions of a decoder's tokens by their mask, which in a step
+# has a 1 for each later slot.
+COUNTS_BY_MASK = {"transformers.models.whisper.modeling_whisper.WhisperForConditionalGeneration"}
 
 
 class Dropped(NamedTuple):
@@ -72,6 +75,12 @@ def inputs_of_prefill(model: PreTrainedModel) -> frozenset[str]:
         moved("transformers.generation.utils", error, "`generate` runs its own loop for images and sounds")
         return frozenset()
     return frozenset(names) | (GRIDS if name.startswith("transformers.models.") else set())
+
+
+def counts_by_mask(model: PreTrainedModel) -> bool:
+    """Return True if a model prepares inputs by the method of one in `COUNTS_BY_MASK`."""
+    method = type(model).prepare_inputs_for_generation
+    return f"{method.__module__}.{method.__qualname__.rpartition('.')[0]}" in COUNTS_BY_MASK
 
 
 def drafts_of(config: GenerationConfig, draft: PreTrainedModel) -> int:

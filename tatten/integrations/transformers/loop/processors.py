@@ -23,6 +23,7 @@ from tatten.integrations.transformers.loop.text_rules import (
     no_repeated_ngram,
     size_of,
 )
+from tatten.integrations.transformers.loop.timestamps import timestamp_numbers, timestamps, unsupported_timestamps
 from tatten.passes.top_k import LEAST_SCORES, MOST_SCORES
 
 # On a GPU Inductor computes a cumsum by a scan with decoupled look-back. The order of its sums depends on timing, and
@@ -65,6 +66,8 @@ def unsupported_processor(processor: Any, prompt_length: int) -> str | None:
     if type(processor) is lp.MinPLogitsWarper and processor.min_tokens_to_keep != 1:
         # `torch.topk` breaks ties in an order that depends on k, which varies here.
         return f"the logits processor {name} keeps {processor.min_tokens_to_keep} tokens of any probability"
+    if type(processor) is lp.WhisperTimeStampLogitsProcessor and (reason := unsupported_timestamps(processor)):
+        return reason
     ignored = getattr(processor, "prompt_ignore_length", None)
     if ignored is not None and int(ignored.max() if isinstance(ignored, Tensor) else ignored) > prompt_length:
         return f"the logits processor {name} ignores more tokens than the prompt has"
@@ -258,6 +261,7 @@ _RULES: dict[type, tuple[Scores, Callable[[Any], tuple[Tensor, ...]]]] = {
         lambda x: (_count(x.prompt_length_to_skip + x.min_new_tokens), _tokens(x.eos_token_id)),
     ),
     lp.ForcedEOSTokenLogitsProcessor: (_force_at, lambda x: (_count(x.max_length - 1), _tokens(x.eos_token_id))),
+    lp.WhisperTimeStampLogitsProcessor: (timestamps, timestamp_numbers),
     lp.InfNanRemoveLogitsProcessor: (_finite, lambda x: ()),
     lp.LogitNormalization: (_normalise, lambda x: ()),
 }

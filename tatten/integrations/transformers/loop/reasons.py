@@ -20,6 +20,7 @@ from tatten.integrations.transformers.loop.generate_call import (
     GRIDS,
     TOKEN_TYPES,
     Dropped,
+    counts_by_mask,
     drafts_of,
     inputs_of_prefill,
     is_users_cache,
@@ -129,6 +130,8 @@ def _inputs(model: PreTrainedModel, config: GenerationConfig, inputs: dict[str, 
     used = {name: x for name, x in sorted(inputs.items()) if not is_missing(x) and x is not False}
     if unknown := used.keys() - known:
         return f"the input `{min(unknown)}` of the model may change at each step"
+    if (counted := _counts_by_code(model, inputs)) is not None:
+        return counted
     types = {name: x for name, x in used.items() if name in TOKEN_TYPES}
     mixed = [name for name, x in types.items() if not bool((x[:, -1] == x[0, -1]).all())]
     if mixed:
@@ -137,6 +140,22 @@ def _inputs(model: PreTrainedModel, config: GenerationConfig, inputs: dict[str, 
         return "an assistant in one step reads text alone"
     if config.prefill_chunk_size is not None and used.keys() & of_images:
         return "in chunks of a prefill, the mask of an image depends on the kind of cache"
+    return None
+
+
+def _counts_by_code(model: PreTrainedModel, inputs: dict[str, Any]) -> str | None:
+    """Return the reason if code outside of transformers may count a decoder's positions by their mask, or None.
+
+    In a step, the mask has a 1 for each later slot.
+    """
+    prefix = "decoder_" if model.config.is_encoder_decoder else ""
+    mask, positions = (inputs.get(f"{prefix}{name}") for name in ("attention_mask", "position_ids"))
+    if mask is None or positions is not None:
+        return None
+    if not type(model).prepare_inputs_for_generation.__module__.startswith("transformers."):
+        return f"{type(model).__name__} prepares masks by code of its own, and there are no `{prefix}position_ids`"
+    if f"{prefix}position_ids" in inputs and counts_by_mask(model):
+        return f"`{prefix}position_ids` is None, beside a mask"
     return None
 
 
