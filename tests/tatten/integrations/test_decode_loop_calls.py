@@ -66,7 +66,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "assistant": ({"assistant_model": "llama", "do_sample": True}, "an assistant in one step is greedy"),
     "custom": ({"logits_processor": [lambda ids, scores: scores]}, "the logits processor function"),
     "criterion": ({"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]}, "criterion"),
-    "scores": ({"output_scores": True, "return_dict_in_generate": True}, "`output_scores`"),
+    "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "`output_hidden_states`"),
     "dynamic": ({"cache": DynamicCache}, "DynamicCache"),
     "no cache": ({"use_cache": False}, "`use_cache` is False"),
     "uncompiled": ({"disable_compile": True}, "`disable_compile` is True"),

@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 from tatten.integrations.transformers import DecodeLoop
+from tatten.integrations.transformers.loop import timestamps
+from tatten.ops import moved
 
 pytestmark = pytest.mark.drawn(8)
 
@@ -74,11 +76,8 @@ def test_timestamps(model: WhisperForConditionalGeneration, form: str, windows: 
     result, expected = both(model, loop, **frames(windows, batch), **FORMS[form])
     assert torch.equal(result, expected)
     assert windows > 1 or (result >= FIRST_TIMESTAMP).any()
-    if form == "fallback":
-        assert loop.reason == "`output_scores` returns results of every step"
-    else:
-        assert loop.reason is None
-        assert loop.launched_steps > 0
+    assert loop.reason is None
+    assert loop.launched_steps > 0
 
 
 def test_sounds_and_prompts_share_a_step(model: WhisperForConditionalGeneration) -> None:
@@ -104,10 +103,57 @@ def test_padding_of_the_decoders_tokens(model: WhisperForConditionalGeneration) 
     assert loop.reason is None
 
 
+class Derived(WhisperForConditionalGeneration):
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return super().prepare_inputs_for_generation(*args, **kwargs)
+
+
+def test_positions_that_a_step_may_count_in_another_way(model: WhisperForConditionalGeneration) -> None:
+    derived, ids = Derived(model.config).eval(), torch.tensor([[0, 0, 2, 9], [2, 5, 6, 7]])
+    arguments = {"decoder_input_ids": ids, "decoder_attention_mask": (ids > 0).long(), "return_timestamps": False}
+    for called, more, reason in (
+        (derived, {}, "Derived prepares masks by code of its own, and there are no `decoder_position_ids`"),
+        (model, {"decoder_position_ids": None}, "`decoder_position_ids` is None, beside a mask"),
+    ):
+        loop = DecodeLoop()
+        assert torch.equal(*both(called, loop, **frames(1, 2), **arguments, **more))
+        assert loop.reason == reason
+
+
+def test_the_cache_of_a_result(model: WhisperForConditionalGeneration) -> None:
+    """Whisper splits the cache of a result, with all of its slots."""
+    results = [
+        model.generate(**frames(1), max_new_tokens=24, return_dict_in_generate=True, output_scores=True, **options)
+        for options in ({"custom_generate": DecodeLoop(), "compile_config": EAGER}, {})
+    ]
+    caches = [getattr(x, "past_key_values", None) or x.cache for x in results]
+    for ours, theirs in zip(*(x.self_attention_cache.layers for x in caches), strict=True):
+        torch.testing.assert_close([ours.keys, ours.values], [theirs.keys, theirs.values])
+
+
+@pytest.mark.parametrize("end", [-1, -60])
+def test_a_negative_end_token(model: WhisperForConditionalGeneration, end: int) -> None:
+    """The processor of transformers counts it from the last token."""
+    loop = DecodeLoop()
+    assert torch.equal(*both(model, loop, **frames(1), eos_token_id=end))
+    assert loop.reason is None
+
+
 def test_several_tokens_that_end_a_text(model: WhisperForConditionalGeneration) -> None:
     """The processor of transformers raises an error for a list of them."""
     loop = DecodeLoop()
     with pytest.raises(TypeError, match="slice indices must be integers"):
         both(model, loop, **frames(1), eos_token_id=[100, 99])
-    assert loop.reason is not None
-    assert "needs one token that ends a text, got [100, 99]" in loop.reason
+    assert loop.reason == "timestamps need one token that ends a text, got [100, 99]"
+
+
+def test_timestamps_if_transformers_has_moved(
+    model: WhisperForConditionalGeneration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moved, "_notes", {})
+    monkeypatch.setattr(timestamps, "DETECTS", "_moved")
+    loop = DecodeLoop()
+    assert torch.equal(*both(model, loop, **frames(1)))
+    (note,) = moved.moved_notes()
+    assert "transformers.WhisperTimeStampLogitsProcessor._moved" in note
+    assert "`generate` runs its own loop for timestamps" in str(loop.reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from tatten.integrations.transformers.loop.generate_call import (
     prefill,
 )
 from tatten.integrations.transformers.loop.processors import Rule, occurred_tokens
+from tatten.integrations.transformers.loop.results import requested_scores
 from tatten.integrations.transformers.loop.step import StepState
 
 
@@ -81,18 +82,15 @@ class GenerateCall:
         """Return the mask or the positions of the decoder's tokens."""
         return self.inputs.get(f"decoder_{name}" if self.model.config.is_encoder_decoder else name)
 
-    def positions(self) -> Tensor | None:
-        """Return the positions of the decoder's tokens, or None if the model counts them without a mask."""
+    def position(self) -> Tensor | None:
+        """Return the position of the first token, `[..., batch, 1]`, or None if the model counts it without a mask."""
         positions, mask = self.decoder_input("position_ids"), self.decoder_input("attention_mask")
         if positions is None and mask is not None and counts_by_mask(self.model):
-            return mask.long().cumsum(-1) - 1
-        return positions
+            return mask.long().sum(-1, keepdim=True)
+        return None if positions is None else (positions[..., -1:] + 1).contiguous()
 
-    def first_token(self) -> tuple[Tensor, int]:
+    def first_token(self) -> FirstToken:
         """Run the prefill and choose the first token as `generate` does.
-
-        Returns:
-            The token, `[batch, 1]`, and the size of the vocabulary.
 
         Raises:
             NoStepError: the model did not write the cache that it was given, or can't run with the loop's cache.
@@ -103,10 +101,11 @@ class GenerateCall:
         # GPT-2 with cross-attention returns the cache as a part of an EncoderDecoderCache.
         if returned is not None and cache not in (returned, getattr(returned, "self_attention_cache", None)):
             raise NoStepError(f"{type(self.model).__name__} returned another cache than it was given")
-        scores = self.processors(self.ids, outputs.logits[:, -1].to(copy=True, dtype=torch.float32))
+        logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
+        scores = self.processors(self.ids, logits)
         if self.config.do_sample:
-            return torch.multinomial(scores.softmax(-1), num_samples=1), scores.shape[-1]
-        return scores.argmax(-1, keepdim=True), scores.shape[-1]
+            return FirstToken(torch.multinomial(scores.softmax(-1), num_samples=1), logits, scores)
+        return FirstToken(scores.argmax(-1, keepdim=True), logits, scores)
 
     def constant_inputs(self) -> dict[str, Any]:
         """Return the arguments of the model's forward that are the same at each step."""
@@ -117,6 +116,19 @@ class GenerateCall:
         computed |= inputs_of_prefill(self.model)
         constant = {name: x for name, x in self.inputs.items() if name not in computed and not is_missing(x)}
         return constant | {name: _type_of_new_tokens(name, constant[name]) for name in TOKEN_TYPES if name in constant}
+
+
+class FirstToken(NamedTuple):
+    """The token after a prompt.
+
+    Attributes:
+        token: `[batch, 1]`.
+        logits, scores: float32 `[batch, vocabulary]`, the scores before and after the logits processors.
+    """
+
+    token: Tensor
+    logits: Tensor
+    scores: Tensor
 
 
 def _type_of_new_tokens(name: str, types: Tensor) -> int:
@@ -145,33 +157,31 @@ def is_missing(x: object) -> bool:
     return x is None or (isinstance(x, dict) and not x)
 
 
-def initial_state(
-    call: GenerateCall, cache: Cache, first: Tensor, vocabulary: int, rules: tuple[Rule, ...]
-) -> StepState:
+def initial_state(call: GenerateCall, cache: Cache, first: FirstToken, rules: tuple[Rule, ...]) -> StepState:
     """Make the state before the first step.
 
     Args:
         call: the call, whose prefill has run.
         cache: the cache, which holds the prompt.
-        first: the first token, `[batch, 1]`.
-        vocabulary: the number of scores of a token.
+        first: the first token.
         rules: the rules of the call's processors.
     """
-    (batch, prompt), device = call.ids.shape, call.ids.device
+    (batch, prompt), device, token = call.ids.shape, call.ids.device, first.token
+    vocabulary, requested = first.scores.shape[-1], requested_scores(call.config)
     lengths = [x.max_cache_len for x in decoder_layers(cache) if isinstance(x, StaticLayer)]
     capacity = max([call.max_length, *lengths])
-    mask, position = call.decoder_input("attention_mask"), call.positions()
+    mask = call.decoder_input("attention_mask")
     if mask is not None:
         slots = lengths[0] if lengths else decoder_layers(cache)[0].get_mask_sizes(1)[0]
         mask = nn.functional.pad(mask, (0, max(0, slots - mask.shape[1])), value=1).contiguous()
     drafts = call.drafts
     sequences = torch.zeros(batch, capacity + 1 + drafts, dtype=torch.int64, device=device)
-    sequences[:, :prompt], sequences[:, prompt] = call.ids, first[:, 0]
+    sequences[:, :prompt], sequences[:, prompt] = call.ids, token[:, 0]
     eos = call.end_tokens()
-    ended = torch.zeros(batch, dtype=torch.bool, device=device) if eos is None else (first == eos).any(1)
+    ended = torch.zeros(batch, dtype=torch.bool, device=device) if eos is None else (token == eos).any(1)
     return StepState(
-        token=first.clone(),
-        position=None if position is None else (position[..., -1:] + 1).contiguous(),
+        token=token.clone(),
+        position=call.position(),
         mask=mask,
         sequences=sequences,
         length=torch.tensor([prompt + 1], device=device),
@@ -181,7 +191,9 @@ def initial_state(
         eos=eos,
         pad=None if eos is None else pad_token(call.config, device),
         noise=torch.ones(batch, vocabulary, device=device, dtype=torch.float32) if call.config.do_sample else None,
-        occurred=occurred_tokens(call.processors, call.ids, first, vocabulary),
+        occurred=occurred_tokens(call.processors, call.ids, token, vocabulary),
         limit=torch.tensor([call.max_length], device=device) if drafts else None,
+        logits=torch.zeros_like(first.logits) if "logits" in requested else None,
+        scores=torch.zeros_like(first.scores) if "scores" in requested else None,
         rules=tuple([Rule(rule.apply, tuple([x.to(device) for x in rule.operands])) for rule in rules]),
     )

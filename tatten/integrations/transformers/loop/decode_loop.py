@@ -38,6 +38,7 @@ from tatten.integrations.transformers.loop.generate_call import (
 from tatten.integrations.transformers.loop.prepared import Steps, cache_for, prepare, step_inputs
 from tatten.integrations.transformers.loop.reader import Reader
 from tatten.integrations.transformers.loop.reasons import reason_against
+from tatten.integrations.transformers.loop.results import TokenScores, cache_of_result
 
 logger = logging.getLogger(__name__)
 
@@ -166,11 +167,12 @@ class DecodeLoop:
 
     def _decode(self, call: GenerateCall, streamer: Any) -> Any:
         steps = self._steps.setdefault(call.model, Steps())
-        owns_cache = not is_users_cache(call.inputs[CACHE])
+        like = call.inputs[CACHE]
+        owns_cache = not is_users_cache(like)
         call_cache = cache_for(call, steps)
         call.inputs[CACHE] = call_cache.prefill
-        first, vocabulary = call.first_token()
-        step = prepare(call, steps, call_cache, first, vocabulary)
+        first = call.first_token()
+        step = prepare(call, steps, call_cache, first)
         returns = call.config.return_dict_in_generate
         cache = call_cache.prefill if step.source is None or returns else step.source.cache
         call.inputs[CACHE], cache_key = cache, call_cache.key
@@ -178,7 +180,8 @@ class DecodeLoop:
         on_gpu = call.ids.is_cuda
         if step.assistant is not None:
             step.assistant.read_prompt(call)
-        reader = Reader(step.state, self._steps_ahead(cache, owns_cache, call, on_gpu), streamer, first)
+        reader = Reader(step.state, self._steps_ahead(cache, owns_cache, call, on_gpu), streamer, first.token)
+        scores = TokenScores(step.state, {"logits": first.logits, "scores": first.scores})
         inputs, limit = step_inputs(call, step.source), call.time_limit()
         generator = torch.cuda.default_generators[call.ids.device.index] if on_gpu else None
         offset, launched = 0, 0  # local variables: a call by a streamer overwrites the attribute
@@ -190,6 +193,7 @@ class DecodeLoop:
                 step.runner.run(call.model, inputs)
                 offset = generator.get_offset() - before if generator is not None else 0
                 launched += 1
+                scores.after_launch()
                 ended = reader.after_launch() or time.time() > limit
         reader.finish()
         self.launched_steps, self.not_captured = launched, step.runner.not_captured
@@ -201,14 +205,17 @@ class DecodeLoop:
         sequences = step.state.sequences[:, : call.ids.shape[1] + 1 + reader.needed_tokens].clone()
         if not returns:
             return sequences
-        if owns_cache:  # the caller gets the cache, so later calls must not write to it
-            for key in [key for key in steps if key[0] == cache_key]:
-                del steps[key]
-            if surplus:
-                decoder_cache(cache).crop(-surplus)
+        if owns_cache:
+            kept = cache_of_result(cache, like, sequences.shape[1] - 1, surplus)
+            if kept is None:  # the caller gets the cache itself, so later calls must not write to it
+                for key in [key for key in steps if key[0] == cache_key]:
+                    del steps[key]
+                if surplus:
+                    decoder_cache(cache).crop(-surplus)
+            cache = cache if kept is None else kept
         encodes = call.model.config.is_encoder_decoder
         output_type = GenerateEncoderDecoderOutput if encodes else GenerateDecoderOnlyOutput
-        return output_type(sequences=sequences, **cache_kwargs(cache))
+        return output_type(sequences=sequences, **scores.of_first(1 + reader.needed_tokens), **cache_kwargs(cache))
 
     def _steps_ahead(self, cache: Cache, owns_cache: bool, call: GenerateCall, on_gpu: bool) -> int:
         """Return the number of steps to launch ahead.

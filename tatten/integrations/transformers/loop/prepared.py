@@ -21,7 +21,7 @@ from tatten.integrations.transformers.loop.cache import (
     decoder_layers,
     static_cache,
 )
-from tatten.integrations.transformers.loop.call import GenerateCall, initial_state
+from tatten.integrations.transformers.loop.call import FirstToken, GenerateCall, initial_state
 from tatten.integrations.transformers.loop.capture import Runner
 from tatten.integrations.transformers.loop.compiled_function import Calls, CompiledFunction
 from tatten.integrations.transformers.loop.compiling import compile_arguments, uses_cudagraph_trees
@@ -117,18 +117,18 @@ def modes(device: torch.device) -> tuple[object, ...]:
     return torch.is_inference_mode_enabled(), autocast
 
 
-def prepare(call: GenerateCall, steps: Steps, call_cache: CallCache, first: Tensor, vocabulary: int) -> PreparedStep:
+def prepare(call: GenerateCall, steps: Steps, call_cache: CallCache, first: FirstToken) -> PreparedStep:
     """Return a step with the state of this call, in the buffers of an earlier call of the same kind if there is one.
 
     Args:
         call: the call, whose prefill has run.
         steps: the prepared steps of the model.
         call_cache: its cache.
-        first, vocabulary: the results of the prefill.
+        first: the first token.
     """
     source = _source_of(call_cache)
     cache = call_cache.prefill if source is None else source.cache
-    state = initial_state(call, cache, first, vocabulary, rules(call.processors))
+    state = initial_state(call, cache, first, rules(call.processors))
     compiling = compile_arguments(call.config.compile_config, call.ids.device)
     inputs = step_inputs(call, source)
     drafts, ngram = call.drafts, call.config.max_matching_ngram_size or 2 if call.drafts else 0

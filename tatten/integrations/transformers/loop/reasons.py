@@ -29,7 +29,7 @@ from tatten.integrations.transformers.loop.generate_call import (
 from tatten.integrations.transformers.loop.processors import unsupported_processor
 
 CRITERIA = (sc.MaxLengthCriteria, sc.EosTokenCriteria, sc.MaxTimeCriteria)
-RESULTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+RESULTS = ("output_attentions", "output_hidden_states")
 # Arguments of the model's forward that `generate` passes unchanged at each step, or that a step computes.
 INPUTS = {"use_cache", "logits_to_keep", "attention_mask", "position_ids", "encoder_outputs"}
 INPUTS |= {"decoder_attention_mask", "decoder_position_ids", "cache", "past_key_values", "return_dict"}

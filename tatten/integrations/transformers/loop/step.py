@@ -37,6 +37,8 @@ class StepState:
         noise: float32 `[batch, vocabulary]`, drawn from an exponential distribution; None for greedy decoding.
         occurred: see `tatten.integrations.transformers.loop.history.History`.
         limit: int64 `[1]`, the length at which a text ends; None for a step of one token.
+        logits, scores: float32 `[batch, vocabulary]`, the scores of the last token before and after the logits
+            processors; None if the call does not return them.
         rules: the logits processors, with their operands on the device.
     """
 
@@ -53,6 +55,8 @@ class StepState:
     noise: Tensor | None
     occurred: Tensor | None
     limit: Tensor | None
+    logits: Tensor | None
+    scores: Tensor | None
     rules: tuple[Rule, ...]
 
     def tensors(self) -> list[Tensor]:
@@ -87,8 +91,12 @@ def decode_step(model: PreTrainedModel, cache: Cache, state: StepState, inputs: 
         **position,
         **with_token_types(inputs, state.token),
     )
-    scores = model(**arguments, return_dict=True).logits[:, -1].to(copy=True, dtype=torch.float32)
-    scores = processed(scores, History(state.length, state.sequences, state.occurred), state.rules)
+    logits = model(**arguments, return_dict=True).logits[:, -1].to(copy=True, dtype=torch.float32)
+    scores = processed(logits, History(state.length, state.sequences, state.occurred), state.rules)
+    if state.logits is not None:
+        state.logits.copy_(logits)
+    if state.scores is not None:
+        state.scores.copy_(scores)
     # As `torch.multinomial` of one sample divides by exponential noise, the same seed gives the same tokens.
     token = argmax(scores if state.noise is None else scores.softmax(-1) / state.noise)
     needed, failed = ~state.ended.all(), state.report[2]
