@@ -39,7 +39,7 @@ from support import gpt_fast, models, results
 from support.command_line import arguments, machine
 from support.repeating import draft_of, repeats
 from support.starts import FIRST, starts
-from support.timing import TookTooLong, at_most, clock, in_turns, read_rate
+from support.timing import TookTooLong, at_most, clock, in_turns, more_tokens_ms, read_rate
 from torch._dynamo.utils import compile_times
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
@@ -221,12 +221,7 @@ def measure(model: PreTrainedModel, batch: int, args: argparse.Namespace) -> dic
     many = {name: FEW + (MANY - FEW) * (DRAFTS + 1 if name in DRAFTING else 1) for name in calls}
     for name, call in calls.items():
         call(many[name])
-
-    def token_ms(name: str, call: Callable[[int], torch.Tensor]) -> float:
-        few = clock(lambda: call(FEW), args.device)
-        return (clock(lambda: call(many[name]), args.device) - few) / (many[name] - FEW) * 1e3
-
-    ms = in_turns(calls, args.rounds, token_ms)
+    ms = in_turns(calls, args.rounds, lambda name, call: more_tokens_ms(call, FEW, many[name], args.device))
     row: dict[str, Any] = {"token_ms": ms, "left_out": left_out}
     row |= {field: {name: getattr(x, field) for name, x in run.items()} for field in ("first_call_s", "compile_s")}
     row["drafts"] = {}

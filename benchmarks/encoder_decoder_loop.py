@@ -21,7 +21,7 @@ import torch
 from encoder_decoder import MODELS
 from support import results
 from support.command_line import arguments, machine
-from support.timing import clock, in_turns, read_rate
+from support.timing import clock, in_turns, more_tokens_ms, read_rate
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
@@ -92,12 +92,8 @@ def measure(model: PreTrainedModel, batch: int, tokens: int, args: argparse.Name
     calls = {name: candidate(name, model, inputs) for name in args.only}
     first_call_s = {name: clock(functools.partial(call, FEW), args.device) for name, call in calls.items()}
     texts = {name: call(MANY) for name, call in calls.items()}
-
-    def token_ms(_: str, call: Callable[[int], Tensor]) -> float:
-        few = clock(lambda: call(FEW), args.device)
-        return (clock(lambda: call(MANY), args.device) - few) / (MANY - FEW) * 1e3
-
-    row: dict[str, Any] = {"token_ms": in_turns(calls, args.rounds, token_ms), "first_call_s": first_call_s}
+    ms = in_turns(calls, args.rounds, lambda _, call: more_tokens_ms(call, FEW, MANY, args.device))
+    row: dict[str, Any] = {"token_ms": ms, "first_call_s": first_call_s}
     if "generate" in texts:
         row["equal_tokens"] = {name: float((x == texts["generate"]).float().mean()) for name, x in texts.items()}
     return row

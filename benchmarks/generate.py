@@ -30,7 +30,7 @@ from unittest.mock import patch
 import torch
 from support import models, results
 from support.command_line import arguments, machine
-from support.timing import clock, in_turns, read_rate
+from support.timing import clock, in_turns, more_tokens_ms, read_rate
 from torch._inductor.utils import clear_caches
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
@@ -93,17 +93,13 @@ def measure(model: PreTrainedModel, batch: int, mode: str, args: argparse.Namesp
     device = args.device
     prompt = torch.randint(1, model.config.vocab_size, (batch, args.used), device=device)
 
-    def token_ms(_: str, call: Callable[[int], torch.Tensor]) -> float:
-        few = clock(lambda: call(FEW), device)
-        return (clock(lambda: call(MANY), device) - few) / (MANY - FEW) * 1e3
-
     with tempfile.TemporaryDirectory() as folder:
         calls, first = {}, {}
         for backend in BACKENDS:
             calls[backend], first[backend] = first_call(model, prompt, backend, mode, args, Path(folder) / backend)
         for call in calls.values():
             call(MANY)  # before the second backend, Dynamo has dropped what the first one had compiled
-        took = in_turns(calls, args.rounds, token_ms)
+        took = in_turns(calls, args.rounds, lambda _, call: more_tokens_ms(call, FEW, MANY, device))
         again_s = {name: clock(lambda call=call: call(FEW), device) for name, call in calls.items()}
     return {"token_ms": took, "compile_s": {name: first[name] - again_s[name] for name in BACKENDS}}
 

@@ -21,11 +21,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from generate import FEW, MANY, MODES, clock
+from generate import FEW, MANY, MODES
 from support import models, results
 from support.command_line import arguments, machine
 from support.errors import relative_error
-from support.timing import in_turns
+from support.timing import in_turns, more_tokens_ms
 from torch import Tensor
 from transformers import Cache, CompileConfig, PreTrainedModel, StaticCache
 
@@ -110,12 +110,7 @@ def measure(model: PreTrainedModel, args: argparse.Namespace) -> list[dict]:
         calls, reports = {}, {}
         for name, cache in caches.items():
             calls[name], reports[name] = generator(model, prompt, cache, config)
-
-        def token_ms(_: str, call: Callable[[int], Tensor]) -> float:
-            few = clock(lambda: call(FEW), device)
-            return (clock(lambda: call(MANY), device) - few) / (MANY - FEW) * 1e3
-
-        took = in_turns(calls, args.rounds, token_ms)
+        took = in_turns(calls, args.rounds, lambda _, call: more_tokens_ms(call, FEW, MANY, device))
         for name, cache in caches.items():
             narrow = name != WIDE
             read = [x for x in reports[name].rewritten if f"k {str(DTYPES[name])[6:]}[" in x.shapes] if narrow else []

@@ -24,6 +24,12 @@ def clock(call: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
+def more_tokens_ms(call: Callable[[int], object], few: int, many: int, device: str) -> float:
+    """Return the milliseconds of one more token by wall clock, from a call for `few` tokens and one for `many`."""
+    seconds = clock(lambda: call(few), device)
+    return (clock(lambda: call(many), device) - seconds) / (many - few) * 1e3
+
+
 class TookTooLong(BaseException):
     """Ends a block at its time limit; not an Exception, so that no handler in between catches it."""
 
