@@ -15,13 +15,12 @@ from tatten.passes.index_operands import OF_BATCH, OF_HEADS, OF_LENGTH, OF_QUERI
 from tatten.passes.index_steps import ScaleSteps, next_step, only_reader
 from tatten.passes.literals import number_of
 from tatten.passes.mutation import writes
-from tatten.passes.op_names import MATMULS, RESHAPES
+from tatten.passes.op_names import INVERTS, MATMULS, RESHAPES
 from tatten.passes.products import Factor, spelled_out
 from tatten.passes.symbolic import known_equal, known_shape, known_tensor, rank_of, tensor_of
 from tatten.passes.views import Part, Size
 
 TIMES = {"mul", "imul", "multiply"}
-INVERTS = {"invert", "logical_not", "bitwise_not"}
 
 
 @dataclass(frozen=True)

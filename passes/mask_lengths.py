@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 
 from tatten.ops.layout import BATCH
@@ -22,14 +21,14 @@ from tatten.passes.calls import argument, only_adds_dims, op_name
 from tatten.passes.drafts import Drafting
 from tatten.passes.literals import number_of
 from tatten.passes.mutation import may_alias, written_in
-from tatten.passes.op_names import CASTS, COPIES, RESHAPES, STRETCHES
+from tatten.passes.op_names import CASTS, COPIES, INVERTS, RESHAPES, STRETCHES
 from tatten.passes.scattered import INTEGER_CASTS
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.symbolic import constant, in_memory, known_equal, tensor_of
+from tatten.passes.symbolic import constant, in_memory, known_equal, known_tensor, tensor_of
 
 MOST_KEYS = 1 << 30  # keys, and differences between a length and a bound, fit into int32
 INTEGERS = (torch.int32, torch.int64)
-NOTS = {"logical_not", "bitwise_not", "invert", "__invert__"}
+NOTS = INVERTS | {"__invert__"}
 MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 KEEPS_ORDER = COPIES | STRETCHES | RESHAPES | CASTS | INTEGER_CASTS
 
@@ -91,7 +90,7 @@ def find_mask_lengths(graph: Graph) -> dict[Node, MaskLength]:
     if written is None:
         return {}
     read = {x for mask in masks.values() for x in mask.read}
-    unwritten = {x for x in read if not any(may_alias(y, [_tensor(x)]) for y in written)}
+    unwritten = {x for x in read if not any(may_alias(y, [known_tensor(x)]) for y in written)}
     return {node: x.length for node, x in masks.items() if unwritten.issuperset(x.read)}
 
 
@@ -171,7 +170,7 @@ def _has_one_for_each(node: Node, keys: int, dtypes: Sequence[torch.dtype], besi
     tensor = tensor_of(node)
     if tensor is None or in_memory(tensor) is not tensor or "out" in node.kwargs:
         return False
-    if beside is not None and tensor.device != _tensor(beside).device:
+    if beside is not None and tensor.device != known_tensor(beside).device:
         return False
     *others, last = tensor.shape or (0,)
     return tensor.dtype in dtypes and known_equal(last, keys) and all(known_equal(n, 1) for n in others)
@@ -192,9 +191,3 @@ def _is_bound(node: Node, numbers: object) -> bool:
         return False
     keeps_dtype = bound.dim() > 0 or bound.dtype in (compared.dtype, torch.int32)
     return keeps_dtype and bound.device == compared.device and all(known_equal(n, 1) for n in bound.shape)
-
-
-def _tensor(node: Node) -> Tensor:
-    tensor = tensor_of(node)
-    assert tensor is not None
-    return tensor

@@ -14,4 +14,5 @@ SWAPS = {"transpose", "swapaxes", "swapdims"}
 REORDERS = SWAPS | {"permute"}
 CATS = {"cat", "concat", "concatenate"}
 MULTIPLIES = {"mul", "multiply"}
+INVERTS = {"invert", "logical_not", "bitwise_not"}
 MATMULS = {"matmul", "__matmul__", "bmm"}

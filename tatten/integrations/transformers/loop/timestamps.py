@@ -15,7 +15,7 @@ DETECTS = "_detect_timestamp_from_logprob"  # a private attribute of the process
 
 
 def timestamps(
-    scores: Tensor, history: History, first: Tensor, end: Tensor, begin: Tensor, most: Tensor, detects: Tensor
+    scores: Tensor, history: History, first: Tensor, end: Tensor, begin: Tensor, last_to_begin: Tensor, detects: Tensor
 ) -> Tensor:
     """Return the scores of `WhisperTimeStampLogitsProcessor`.
 
@@ -25,7 +25,7 @@ def timestamps(
         first: the token of the first timestamp. The token before it, which asks for none, is excluded.
         end: the token that ends a text. All tokens before it are words. A negative one counts from the last token.
         begin: the number of tokens before the first one that counts.
-        most: the last timestamp that may come first.
+        last_to_begin: the last timestamp that may begin a text.
         detects: 1 to exclude words where all timestamps together are more likely than the likeliest word, else 0.
     """
     rows, vocabulary = scores.shape
@@ -48,7 +48,7 @@ def timestamps(
 
     excluded = (tokens == first - 1) | (is_timestamp & (tokens < least))
     excluded = excluded | (after & after_two & is_timestamp) | (repeats & (tokens < end))
-    excluded = excluded | ((length == begin) & (~is_timestamp | (tokens > most)))
+    excluded = excluded | ((length == begin) & (~is_timestamp | (tokens > last_to_begin)))
     scores = scores.masked_fill(excluded, -math.inf)
     logarithms = scores.log_softmax(-1)
     together = logarithms.masked_fill(~is_timestamp, -math.inf).logsumexp(-1, keepdim=True)
@@ -68,7 +68,7 @@ def unsupported_timestamps(processor: Any) -> str | None:
 
 def timestamp_numbers(processor: Any) -> tuple[Tensor, ...]:
     """Return the operands of `timestamps`."""
-    first, most = processor.timestamp_begin, processor.max_initial_timestamp_index
-    last = torch.iinfo(torch.int64).max if most is None else first + most
-    numbers = first, processor.eos_token_id, processor.begin_index, last, bool(getattr(processor, DETECTS))
+    first, largest_index = processor.timestamp_begin, processor.max_initial_timestamp_index
+    last_to_begin = torch.iinfo(torch.int64).max if largest_index is None else first + largest_index
+    numbers = first, processor.eos_token_id, processor.begin_index, last_to_begin, bool(getattr(processor, DETECTS))
     return tuple([torch.tensor(int(x), dtype=torch.int64) for x in numbers])
